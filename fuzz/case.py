@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""The case: plain data that says what an engine shall run. Strategies make it, corpora keep it, mutators change it.
+
+Relied upon: reading a case never runs code; a case's canonical form, and so its hash, depends on nothing but what it
+makes an engine do (provenance is left out of the hash). ``Geometry`` lives in ``invariants.trace``, since a trace
+carries it to the invariants.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from functools import lru_cache
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from invariants.trace import Geometry
+
+SCHEMA: Final = 1
+FIRST_TOKEN, TOKENS = 3, 1000
+"""Streams hold token ids FIRST_TOKEN .. FIRST_TOKEN + TOKENS - 1: any test model's vocabulary covers them."""
+MAX_FILE_BYTES = 1 << 20
+MAX_PROMPT_TOKENS = 1 << 18
+
+Tokens = NDArray[np.int32]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")]
+Text = Annotated[str, Meta(max_length=2000)]
+Count = Annotated[int, Meta(ge=0, le=1 << 20)]
+Slice = tuple[Name, Count, Count]
+"""(stream, start, stop): tokens start..stop-1 of that stream."""
+
+
+class CaseError(ValueError):
+    """A case that cannot be read; the message names the JSON path."""
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One request. Who shares which prefix is visible in the slices."""
+
+    id: Name
+    arrive: Count
+    """Step before which the request is handed to the engine."""
+    prompt: Annotated[tuple[Slice, ...], Meta(min_length=1, max_length=64)]
+    max_tokens: Annotated[int, Meta(ge=1, le=4096)] = 1
+
+    def tokens(self) -> Tokens:
+        """int32 [prompt length], token ids."""
+        return np.concatenate([stream_tokens(*piece) for piece in self.prompt])
+
+    def __len__(self) -> int:
+        return sum(stop - start for _, start, stop in self.prompt)
+
+
+EventKind = Literal["preempt", "abort", "reset_prefix_cache", "async_kv_load", "drop_blocks"]
+
+
+class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Something done to the engine before a step. One that does not apply when its step comes (the request is not
+    running any more, say) does nothing."""
+
+    step: Count
+    kind: EventKind
+    request: Name | None = None
+    """Whom it concerns; None where it concerns the cache."""
+
+
+class Known(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a case in ``known/`` reproduces: an entry of the register in ``fuzz/known.py``."""
+
+    id: Name
+    condition: Text
+    """When it fires, for a reader; the register holds the same as code."""
+
+
+class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Where a case comes from. Not part of its content hash."""
+
+    note: Text = ""
+    """One line: what the case is for."""
+    found: Text | None = None
+    """ISO date."""
+    vllm: Text | None = None
+    seed: int | None = None
+    invariant: Text | None = None
+    """The invariant that the case broke when it was found."""
+    upstream: Text | None = None
+    """Reference of the upstream issue, if there is one."""
+    known: Known | None = None
+
+
+class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an engine shall run."""
+
+    schema: Literal[1] = SCHEMA
+    geometry: Geometry
+    requests: Annotated[tuple[Request, ...], Meta(min_length=1, max_length=256)]
+    events: Annotated[tuple[Event, ...], Meta(max_length=256)] = ()
+    provenance: Provenance = Provenance()
+
+    @property
+    def digest(self) -> str:
+        """8 hex digits: the content hash, provenance left out."""
+        bare = msgspec.structs.replace(self, provenance=Provenance())
+        return hashlib.sha256(encode(bare)).hexdigest()[:8]
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest request, prompt and output."""
+        return max(len(request) + request.max_tokens for request in self.requests)
+
+
+@lru_cache(maxsize=256)
+def _stream_seed(stream: str) -> np.uint64:
+    return np.uint64(int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8], "little"))
+
+
+def stream_tokens(stream: str, start: int, stop: int) -> Tokens:
+    """int32 [stop - start]: tokens start..stop-1 of an endless deterministic stream (splitmix64 of the position)."""
+    with np.errstate(over="ignore"):
+        x = np.arange(start, stop, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + _stream_seed(stream)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+    return (x % np.uint64(TOKENS)).astype(np.int32) + np.int32(FIRST_TOKEN)
+
+
+def _line(value: Any) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value, order="sorted"), indent=0)
+
+
+def encode(case: Case) -> bytes:
+    """The canonical form: sorted keys, a line a request and an event, one newline at the end."""
+
+    def lines(values: tuple[Any, ...]) -> bytes:
+        return b"[\n    " + b",\n    ".join(map(_line, values)) + b"\n  ]" if values else b"[]"
+
+    fields = {
+        "events": lines(case.events),
+        "geometry": _line(case.geometry),
+        "provenance": _line(case.provenance),
+        "requests": lines(case.requests),
+        "schema": _line(case.schema),
+    }
+    return b"{\n" + b",\n".join(b'  "%b": %b' % (key.encode(), value) for key, value in fields.items()) + b"\n}\n"
+
+
+_decoder = msgspec.json.Decoder(Case)
+
+
+def decode(data: bytes) -> Case:
+    """The case in ``data``. Raises ``CaseError`` with the JSON path of what is wrong."""
+    if len(data) > MAX_FILE_BYTES:
+        raise CaseError(f"{len(data)} bytes; a case has at most {MAX_FILE_BYTES}")
+    try:
+        case = _decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise CaseError(_without_pattern(str(error))) from None
+    check(case)
+    return case
+
+
+def _without_pattern(message: str) -> str:
+    """msgspec's message with a name in place of our regular expression."""
+    return re.sub(r"matching regex '[^']*'", "of 1-64 letters, digits or _.:-", message)
+
+
+def check(case: Case) -> None:
+    """Raise ``CaseError`` where a well-formed case means nothing."""
+    geometry = case.geometry
+    for field, low, high in (
+        ("window", 1, 1 << 16),
+        ("block_size", 1, 1 << 16),
+        ("swa_block_size", 1, 1 << 16),
+        ("num_blocks", 2, 1 << 20),
+        ("max_num_batched_tokens", 1, 1 << 17),
+        ("max_num_seqs", 1, 1024),
+        ("long_prefill_token_threshold", 0, 1 << 17),
+    ):
+        value = getattr(geometry, field)
+        if not low <= value <= high:
+            raise CaseError(f"{value} is not in {low}..{high} - at `$.geometry.{field}`")
+    seen: set[str] = set()
+    total = 0
+    for index, request in enumerate(case.requests):
+        if request.id in seen:
+            raise CaseError(f"a second request is called '{request.id}' - at `$.requests[{index}].id`")
+        seen.add(request.id)
+        for piece, (_, start, stop) in enumerate(request.prompt):
+            if start >= stop:
+                raise CaseError(f"empty slice {start}..{stop} - at `$.requests[{index}].prompt[{piece}]`")
+        total += len(request)
+        if total > MAX_PROMPT_TOKENS:
+            raise CaseError(f"more than {MAX_PROMPT_TOKENS} prompt tokens - at `$.requests[{index}].prompt`")
+    for index, event in enumerate(case.events):
+        if event.request is not None and event.request not in seen:
+            raise CaseError(f"no request is called '{event.request}' - at `$.events[{index}].request`")
+        if event.request is None and event.kind in ("preempt", "abort", "async_kv_load"):
+            raise CaseError(f"'{event.kind}' needs a request - at `$.events[{index}].request`")

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""The engine protocol: something that executes vLLM. An engine knows no invariant and no strategy.
+
+To add one: a file beside this one, and a line in ``ENGINES`` (``fuzz/engines/__init__.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from fuzz.case import Case
+from invariants.trace import Trace
+
+
+class Unavailable(Exception):
+    """This machine cannot run the engine; the message says what is missing, in one line."""
+
+
+class Refused(Exception):
+    """vLLM does not accept the case's geometry; the message is vLLM's own reason, in one line."""
+
+
+class Engine(Protocol):
+    """Runs cases. One vLLM import a process, many cases an engine."""
+
+    name: str
+
+    def run(self, case: Case) -> Trace:
+        """Run the case to its end. Raises ``Refused``; whatever vLLM raises while running becomes a ``Fault``."""
+        ...
+
+    def versions(self) -> dict[str, str]:
+        """What to print at the head of a report: vLLM, torch, Triton, how kernels run."""
+        ...

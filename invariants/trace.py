@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""The trace: what one engine saw while it ran one case. Plain data, judged by every invariant.
+
+Relied upon everywhere: a trace carries the geometry and the requests' token ids, so that an invariant needs
+nothing from ``fuzz/``. Arrays are NumPy and one per step, never one object per gather. Unless said otherwise,
+positions count tokens from the start of a request, block and slot ids are vLLM's (block 0 is the null block,
+slot = block id * block size + offset, slot -1 = padded, nothing is written).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.integer[Any]]
+BoolArray = NDArray[np.bool_]
+
+NULL_BLOCK = 0
+PAD_SLOT = -1
+NOBODY = -1
+"""Writer of a cell that nobody wrote since its block was last handed out."""
+
+
+class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sizes that decide where boundaries fall. All in tokens, except ``num_blocks`` and ``max_num_seqs``."""
+
+    window: int
+    """Sliding window W: a query at position p attends to [p - W + 1, p]."""
+    block_size: int
+    """Block of the prefix-cacheable group; hits end on its multiples."""
+    swa_block_size: int
+    """Block of the sliding-window group."""
+    num_blocks: int
+    """Blocks in the pool that both groups share, the null block included."""
+    max_num_batched_tokens: int
+    """Prefill chunk: the most tokens a step may schedule."""
+    max_num_seqs: int
+    long_prefill_token_threshold: int = 0
+    """A longer prefill gets at most this many tokens a step; 0 = no limit."""
+    replay: bool = True
+    """Bounded replay asked for (vLLM's ``--swa-bounded-replay``)."""
+
+
+@dataclass(slots=True)
+class TracedRequest:
+    """A request as the engine ran it."""
+
+    id: str
+    arrive: int
+    """Step before which it was handed to the engine."""
+    prompt: IntArray
+    """int32 [prompt length], token ids."""
+    max_tokens: int
+    output: list[int] = field(default_factory=list)
+    """Sampled token ids, in order."""
+    finished: Literal["length", "abort", "refused"] | None = None
+    """How it ended; None: it never did."""
+
+
+@dataclass(slots=True)
+class Admission:
+    """One time that a request left the waiting queue: first, or again after a preemption. Its index in
+    ``Trace.admissions`` names that life of the request; cells written in it carry that index."""
+
+    step: int
+    request: int
+    """Index into ``Trace.requests``."""
+    tokens: int
+    """Tokens known at admission: prompt, plus what was sampled before a preemption."""
+    hit: int
+    """Adopted prefix-cache hit H in tokens, before the rewind."""
+    replay_start: int
+    """First position whose window KV this life holds; 0 = nothing is replayed."""
+    computed: int
+    """Tokens counted as computed when the first chunk was scheduled: H - W after a rewind, else H."""
+    scheduled: int
+    """Tokens of the first chunk."""
+    resumed: bool
+    """True after a preemption."""
+
+
+@dataclass(slots=True)
+class Group:
+    """A KV-cache group as vLLM's published spec describes it."""
+
+    kind: Literal["cacheable", "window"]
+    """window: holds sliding-window KV; cacheable: holds the prefix-cacheable (compressed/global) KV."""
+    block_size: int
+    prefix_cacheable: bool
+    replay_tokens: int
+    """``prefix_replay_tokens`` of the spec: W where the group is rebuilt by replay, else 0."""
+
+
+@dataclass(slots=True)
+class Gathers:
+    """Window KV that one consumer reads in one step, as runs of consecutive positions.
+
+    A query normally reads one run; a list with a hole or a repeat in it becomes several runs of that query.
+    The cells are every distinct (row, position, slot) that any run covers, with what the shadow cache held there
+    *after* this step's writes.
+    """
+
+    consumer: str
+    """Who reads: "paged-index", "gather-length", ... ("block-table" when no kernel ran: see ``Trace.kernels``)."""
+    per: Literal["query", "row"]
+    """query: a run is what one query reads; row: what all queries of a batch row read together."""
+    row: IntArray
+    """int32 [runs], batch row."""
+    position: IntArray
+    """int32 [runs], position of the reading query (per="row": of the row's first query)."""
+    first: IntArray
+    """int32 [runs], first position read."""
+    last: IntArray
+    """int32 [runs], last position read; last < first: the query reads nothing."""
+    cell_row: IntArray
+    """int32 [cells]"""
+    cell_position: IntArray
+    """int32 [cells], the position that the consumer believes is there."""
+    cell_slot: IntArray
+    """int64 [cells]"""
+    cell_writer: IntArray
+    """int32 [cells], admission that wrote the slot last, or NOBODY."""
+    cell_written: IntArray
+    """int32 [cells], position that was written there, or -1."""
+
+
+@dataclass(slots=True)
+class Writes:
+    """KV writes of one step into one group, in batch order. Padded rows (slot -1) are listed too."""
+
+    group: int
+    row: IntArray
+    """int32 [tokens], batch row."""
+    position: IntArray
+    """int32 [tokens]"""
+    slot: IntArray
+    """int64 [tokens]"""
+
+
+@dataclass(slots=True)
+class Step:
+    """One scheduler step and the batch the worker made of it. Rows are in the worker's order."""
+
+    index: int
+    request: IntArray
+    """int32 [rows], index into ``Trace.requests``."""
+    admission: IntArray
+    """int32 [rows], index into ``Trace.admissions``: this life of the request."""
+    computed: IntArray
+    """int32 [rows], tokens computed before the step."""
+    scheduled: IntArray
+    """int32 [rows], tokens scheduled."""
+    prefill: BoolArray
+    """bool [rows], True while the row has prompt (or replayed output) left to compute before this step."""
+    replay_start: IntArray
+    """int32 [rows], the bound that the worker handed to the metadata builders (0 on decode rows)."""
+    tables: list[list[IntArray]]
+    """[group][row] int32 [blocks]: block ids as the KV-cache manager holds them after scheduling."""
+    gathers: list[Gathers] = field(default_factory=list)
+    writes: list[Writes] = field(default_factory=list)
+    """One for each group."""
+    preempted: list[int] = field(default_factory=list)
+    """Requests (indices) preempted in this step."""
+    finished: list[int] = field(default_factory=list)
+    """Requests (indices) that ended with this step's output, or were aborted before it."""
+    events: list[str] = field(default_factory=list)
+    """Events of the case applied before the step: "preempt", "abort", "reset_prefix_cache" (only if it took
+    effect), "drop_blocks"."""
+
+
+@dataclass(slots=True)
+class Final:
+    """The block pool after the last request ended."""
+
+    free_blocks: int
+    total_blocks: int
+    """Blocks that can be handed out: the pool without its null block."""
+    referenced: IntArray
+    """int32 [n], ids of blocks (null block aside) whose reference count is not zero."""
+
+
+@dataclass(slots=True)
+class Fault:
+    """Something that must never happen: an exception out of vLLM, a dead engine, a GPU fault."""
+
+    kind: Literal["exception", "hang", "signal", "gpu", "nan"]
+    step: int
+    message: str
+
+
+@dataclass(slots=True)
+class Trace:
+    """Everything that an engine saw while it ran one case."""
+
+    engine: str
+    geometry: Geometry
+    requests: list[TracedRequest]
+    groups: list[Group]
+    replay_expected: bool
+    """Whether configuration and architecture say that replay is on here (CONTRACT 3)."""
+    kernels: str
+    """What executed the Triton kernels: "compiled", "interpreter", "gpu", or "none" (nothing did: the gathers are
+    then the contract's windows looked up in vLLM's block tables)."""
+    admissions: list[Admission] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    final: Final | None = None
+    """None if the run broke off."""
+    faults: list[Fault] = field(default_factory=list)
+    metrics: dict[str, int] = field(default_factory=dict)
+    """"prefix_cache_queries" and "prefix_cache_hits" in tokens, first admissions only; "preempted_hits" in tokens for
+    those after a preemption. A metric that the engine does not have is absent."""
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One broken promise, told so that nothing else is needed to understand it."""
+
+    invariant: str
+    message: str
+    """What rule was broken, in one sentence with values."""
+    expected: str
+    seen: str
+    request: str | None = None
+    step: int | None = None
+    row: int | None = None
+    position: int | None = None
+    site: str = ""
+    """Where it fired, for telling findings apart: a consumer, a group, a field. Never a value."""
+
+    def __str__(self) -> str:
+        where = ", ".join(
+            f"{name} {value}"
+            for name, value in (
+                ("request", self.request),
+                ("step", self.step),
+                ("row", self.row),
+                ("position", self.position),
+            )
+            if value is not None
+        )
+        return f"{self.invariant}: {self.message} (expected {self.expected}, saw {self.seen}; {where or 'whole run'})"
