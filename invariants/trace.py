@@ -32,7 +32,8 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     window: int
     """Sliding window W: a query at position p attends to [p - W + 1, p]."""
     block_size: int
-    """Block of the prefix-cacheable group; hits end on its multiples."""
+    """Block of the prefix-cacheable group. Hits end on the scheduler block B, the least common multiple of the groups'
+    blocks (CONTRACT 6)."""
     swa_block_size: int
     """Block of the sliding-window group."""
     num_blocks: int
@@ -124,7 +125,8 @@ class Gathers:
     cell_slot: IntArray
     """int64 [cells]"""
     cell_writer: IntArray
-    """int32 [cells], admission that wrote the slot last, or NOBODY."""
+    """int32 [cells], admission that wrote the slot last, or NOBODY. Where the window group is prefix-cacheable (replay
+    off) an adopted cell was written by an earlier admission, of this or another request with the same tokens."""
     cell_written: IntArray
     """int32 [cells], position that was written there, or -1."""
 

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""A VllmConfig and a KV-cache layout for a geometry, without a checkpoint.
+
+Relied upon: vLLM reads no weights before a model is loaded, so a config.json of a few lines is enough for everything
+from the scheduler down to the metadata builders. One VllmConfig is made a process (it takes about a second) and then
+given the sizes of each case; nothing that outlives a case may keep a reference to it.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fuzz.case import FIRST_TOKEN, TOKENS, Case
+from fuzz.engines.base import Refused, Unavailable
+from invariants.trace import Geometry, Group
+
+HEAD_DIM = 512
+"""Of DeepSeek-V4.1. The vLLM block-size rules look at it; no KV byte is ever allocated."""
+
+_HF_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": FIRST_TOKEN + TOKENS,
+    "max_position_embeddings": 1 << 20,
+    "torch_dtype": "float32",
+}
+
+
+@cache
+def _vllm_config() -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(_HF_CONFIG))
+        config = EngineArgs(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype="float32",
+            enable_prefix_caching=True,
+            async_scheduling=False,
+            disable_log_stats=False,
+            max_model_len=1 << 20,
+            max_num_batched_tokens=2048,
+            max_num_seqs=64,
+        ).create_engine_config()
+    if not getattr(config, "use_v2_model_runner", False):
+        raise Unavailable("this vLLM does not run model runner V2 here, and bounded replay needs it")
+    return config
+
+
+def vllm_config(case: Case) -> Any:
+    """The process's VllmConfig, set to the sizes of the case."""
+    config = _vllm_config()
+    geometry = case.geometry
+    scheduler = config.scheduler_config
+    scheduler.max_num_batched_tokens = geometry.max_num_batched_tokens
+    scheduler.max_num_scheduled_tokens = geometry.max_num_batched_tokens
+    scheduler.max_num_seqs = geometry.max_num_seqs
+    scheduler.long_prefill_token_threshold = geometry.long_prefill_token_threshold
+    config.model_config.max_model_len = scheduler.max_model_len = case.max_model_len
+    config.model_config.hf_config.sliding_window = geometry.window
+    config.cache_config.block_size = geometry.block_size
+    config.cache_config.num_gpu_blocks = geometry.num_blocks
+    config.cache_config.swa_bounded_replay = geometry.replay
+    return config
+
+
+def kv_cache_config(config: Any, geometry: Geometry) -> Any:
+    """vLLM's KVCacheConfig with the two kinds of group: one cacheable, one window group (in this order)."""
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec, SlidingWindowMLASpec
+
+    sizes: dict[str, Any] = {"num_kv_heads": 1, "head_size": HEAD_DIM, "dtype": torch.bfloat16}
+    groups = [
+        KVCacheGroupSpec(["cacheable"], MLAAttentionSpec(block_size=geometry.block_size, **sizes)),
+        KVCacheGroupSpec(
+            ["window"],
+            SlidingWindowMLASpec(
+                block_size=geometry.swa_block_size,
+                sliding_window=geometry.window,
+                bounded_replay=config.cache_config.swa_bounded_replay,
+                **sizes,
+            ),
+        ),
+    ]
+    return KVCacheConfig(num_blocks=geometry.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def describe_groups(layout: Any) -> list[Group]:
+    """What the published KV-cache spec says, group by group."""
+    specs = [group.kv_cache_spec for group in layout.kv_cache_groups]
+    return [
+        Group(
+            kind="window" if getattr(spec, "sliding_window", None) else "cacheable",
+            block_size=spec.block_size,
+            prefix_cacheable=spec.prefix_cacheable,
+            replay_tokens=spec.prefix_replay_tokens,
+        )
+        for spec in specs
+    ]
+
+
+def make_scheduler(config: Any, layout: Any) -> tuple[Any, Any]:
+    """vLLM's Scheduler over the layout and the hasher for its requests, as EngineCore makes them."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    try:
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(layout, config)
+        scheduler = config.scheduler_config.get_scheduler_cls()(
+            vllm_config=config,
+            kv_cache_config=layout,
+            structured_output_manager=StructuredOutputManager(config),
+            log_stats=True,
+            block_size=block_size,
+            hash_block_size=hash_block_size,
+        )
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        raise Refused(" ".join(str(error).split()) or type(error).__name__) from error
+    hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    init_none_hash(hash_fn)
+    return scheduler, get_request_block_hasher(hash_block_size, hash_fn)
+
+
+def check_pool(config: Any, layout: Any, case: Case) -> None:
+    """Refuse a pool that cannot hold the longest request alone, by the rule with which vLLM refuses to start."""
+    specs = [group.kv_cache_spec for group in layout.kv_cache_groups]
+    needed = sum(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in specs)
+    available = layout.num_blocks - 1
+    if needed > available:
+        raise Refused(f"a request of {case.max_model_len} tokens needs {needed} blocks, the pool has {available}")

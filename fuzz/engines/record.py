@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""The step recorder: turns one scheduler output, and what the worker made of it, into a step of the trace.
+
+Relied upon: block tables are read from the KV-cache manager right after scheduling, before the output is processed, so
+they are the ones that the step runs with. Writes reach the shadow cache before gathers are read, as in a layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fuzz.engines.shadow import ShadowGroup, gathers_from_indices, gathers_of_spans, slots_of
+from fuzz.engines.worker import Batch, Worker
+from invariants.trace import PAD_SLOT, Admission, Gathers, IntArray, Step, Trace, Writes
+
+
+class StepRecorder:
+    """Follows one case. ``worker`` None: no kernel runs, see ``Trace.kernels``."""
+
+    def __init__(self, trace: Trace, worker: Worker | None) -> None:
+        self._trace = trace
+        self._worker = worker
+        blocks = trace.geometry.num_blocks
+        self._shadows = [ShadowGroup(blocks, group.block_size) for group in trace.groups]
+        self._window_group = next(i for i, group in enumerate(trace.groups) if group.kind == "window")
+        self._request = {request.id: index for index, request in enumerate(trace.requests)}
+        self._admission: dict[int, int] = {}
+
+    def record(self, index: int, output: Any, scheduler: Any, admitted: int) -> Step:
+        """The step that ``output`` describes. The last ``admitted`` admissions of the trace began in it."""
+        first = len(self._trace.admissions) - admitted
+        for number, life in enumerate(self._trace.admissions[first:], first):
+            self._admission[life.request] = number
+        batch = self._worker.step(output) if self._worker else None
+        names = batch.request_ids if batch else list(output.num_scheduled_tokens)
+        request = np.array([self._request[name] for name in names], np.int32)
+        admission = np.array([self._admission[number] for number in request.tolist()], np.int32)
+        scheduled = np.array([output.num_scheduled_tokens[name] for name in names], np.int32)
+        # The scheduler has already counted this step's tokens.
+        computed = np.array([scheduler.requests[name].num_computed_tokens for name in names], np.int32) - scheduled
+        step = Step(
+            index=index,
+            request=request,
+            admission=admission,
+            computed=computed,
+            scheduled=scheduled,
+            prefill=np.zeros(len(names), bool),
+            replay_start=np.zeros(len(names), np.int32),
+            tables=self._tables(names, scheduler),
+        )
+        self._follow_blocks(step, output, first)
+        if batch:
+            self._from_worker(step, batch)
+        else:
+            self._from_contract(step)
+        return step
+
+    def _tables(self, names: list[str], scheduler: Any) -> list[list[IntArray]]:
+        blocks = [scheduler.kv_cache_manager.get_blocks(name).blocks for name in names]
+        return [
+            [np.array([block.block_id for block in of_request[group]], np.int32) for of_request in blocks]
+            for group in range(len(self._shadows))
+        ]
+
+    def _follow_blocks(self, step: Step, output: Any, first_new: int) -> None:
+        for group, shadow in enumerate(self._shadows):
+            adopts = self._trace.groups[group].prefix_cacheable
+            for row, number in enumerate(step.admission.tolist()):
+                table = step.tables[group][row]
+                if number < first_new:
+                    shadow.extend(number, table)
+                else:
+                    hit = self._trace.admissions[number].hit if adopts else 0
+                    shadow.admit(number, table, -(-hit // shadow.block_size))
+            for source, target in output.kv_cache_block_copies or ():
+                shadow.copy_block(source, target)
+
+    def _write(self, step: Step, group: int, row: IntArray, position: IntArray, slot: IntArray) -> None:
+        self._shadows[group].write(step.admission[row], position, slot)
+        step.writes.append(Writes(group, row, position.astype(np.int32), slot))
+
+    def _from_worker(self, step: Step, batch: Batch) -> None:
+        step.prefill, step.replay_start = batch.prefill, batch.replay_start
+        row = np.repeat(np.arange(len(step.request), dtype=np.int32), step.scheduled)
+        for group, slots in enumerate(batch.slots):
+            self._write(step, group, row, batch.positions, slots)
+        tables = list(batch.window_table)
+        shadow = self._shadows[self._window_group]
+        step.gathers.append(
+            gathers_from_indices("paged-index", row, batch.positions, batch.swa_indices, batch.swa_lens, tables, shadow)
+        )
+        if len(batch.gather_lens):
+            rows = np.arange(len(step.request) - len(batch.gather_lens), len(step.request), dtype=np.int32)
+            end = batch.computed[rows] + batch.scheduled[rows]
+            spans = (batch.computed[rows], end - batch.gather_lens, end - 1)
+            step.gathers.append(gathers_of_spans("gather-length", "row", rows, *spans, tables, shadow))
+
+    def _from_contract(self, step: Step) -> None:
+        """No kernel runs: what CONTRACT 14 and 17 say is written and read, through the manager's block tables."""
+        window = self._trace.geometry.window
+        lives: list[Admission] = [self._trace.admissions[number] for number in step.admission.tolist()]
+        known = np.array([life.tokens for life in lives], np.int32)
+        step.prefill = step.computed < known
+        starts = np.array([life.replay_start for life in lives], np.int32)
+        step.replay_start = np.where(step.prefill, starts, 0).astype(np.int32)
+        row = np.repeat(np.arange(len(lives), dtype=np.int32), step.scheduled)
+        ends = np.cumsum(step.scheduled)
+        position = np.arange(len(row)) - np.repeat(ends - step.scheduled - step.computed, step.scheduled)
+        start = step.replay_start[row]
+        replayed = (start > 0) & (position >= start) & (position < start + window)
+        for group, shadow in enumerate(self._shadows):
+            stretches = np.split(position, ends[:-1])
+            slot = np.concatenate(
+                [slots_of(t, p, shadow.block_size) for t, p in zip(step.tables[group], stretches, strict=True)]
+                or [np.zeros(0, np.int64)]
+            )
+            if self._trace.groups[group].prefix_cacheable:
+                slot = np.where(replayed, PAD_SLOT, slot)
+            self._write(step, group, row, position, slot)
+        first = np.maximum(starts[row], position - window + 1).clip(0)
+        step.gathers.append(self._spans(row, position, first, step))
+
+    def _spans(self, row: IntArray, position: IntArray, first: IntArray, step: Step) -> Gathers:
+        tables, shadow = step.tables[self._window_group], self._shadows[self._window_group]
+        return gathers_of_spans("block-table", "query", row, position, first, position, tables, shadow)
