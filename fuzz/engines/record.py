@@ -8,13 +8,15 @@ they are the ones that the step runs with. Writes reach the shadow cache before 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
 
-from fuzz.engines.shadow import ShadowGroup, gathers_from_indices, gathers_of_spans, slots_of
+from fuzz.engines.shadow import Queries, ShadowGroup, Tables, gathers_from_indices, gathers_of_spans
 from fuzz.engines.worker import Batch, Worker
-from invariants.trace import PAD_SLOT, Admission, Gathers, IntArray, Step, Trace, Writes
+from invariants.trace import PAD_SLOT, IntArray, Step, Trace, Writes
 
 
 class StepRecorder:
@@ -28,6 +30,7 @@ class StepRecorder:
         self._window_group = next(i for i, group in enumerate(trace.groups) if group.kind == "window")
         self._request = {request.id: index for index, request in enumerate(trace.requests)}
         self._admission: dict[int, int] = {}
+        self._seen_tables: dict[tuple[str, int], tuple[list[Any], IntArray]] = {}
 
     def record(self, index: int, output: Any, scheduler: Any, admitted: int) -> Step:
         """The step that ``output`` describes. The last ``admitted`` admissions of the trace began in it."""
@@ -54,16 +57,24 @@ class StepRecorder:
         self._follow_blocks(step, output, first)
         if batch:
             self._from_worker(step, batch)
-        else:
+        elif names:
             self._from_contract(step)
         return step
 
     def _tables(self, names: list[str], scheduler: Any) -> list[list[IntArray]]:
         blocks = [scheduler.kv_cache_manager.get_blocks(name).blocks for name in names]
         return [
-            [np.array([block.block_id for block in of_request[group]], np.int32) for of_request in blocks]
+            [self._table(name, group, of_request[group]) for name, of_request in zip(names, blocks, strict=True)]
             for group in range(len(self._shadows))
         ]
+
+    def _table(self, name: str, group: int, blocks: Sequence[Any]) -> IntArray:
+        """Block ids; the same array as before where no block changed, which is the case in most steps."""
+        seen, table = self._seen_tables.get((name, group), ((), None))
+        if table is None or len(seen) != len(blocks) or not all(map(is_, seen, blocks)):
+            table = np.array([block.block_id for block in blocks], np.int32)
+            self._seen_tables[name, group] = (list(blocks), table)
+        return table
 
     def _follow_blocks(self, step: Step, output: Any, first_new: int) -> None:
         for group, shadow in enumerate(self._shadows):
@@ -80,49 +91,46 @@ class StepRecorder:
 
     def _write(self, step: Step, group: int, row: IntArray, position: IntArray, slot: IntArray) -> None:
         self._shadows[group].write(step.admission[row], position, slot)
-        step.writes.append(Writes(group, row, position.astype(np.int32), slot))
+        step.writes.append(Writes(group, row, position, slot))
 
     def _from_worker(self, step: Step, batch: Batch) -> None:
         step.prefill, step.replay_start = batch.prefill, batch.replay_start
         row = np.repeat(np.arange(len(step.request), dtype=np.int32), step.scheduled)
         for group, slots in enumerate(batch.slots):
             self._write(step, group, row, batch.positions, slots)
-        tables = list(batch.window_table)
         shadow = self._shadows[self._window_group]
+        tables = Tables(batch.window_table, shadow.block_size)
+        queries = Queries(row, batch.positions)
         step.gathers.append(
-            gathers_from_indices("paged-index", row, batch.positions, batch.swa_indices, batch.swa_lens, tables, shadow)
+            gathers_from_indices("paged-index", queries, batch.swa_indices, batch.swa_lens, tables, shadow)
         )
         if len(batch.gather_lens):
             rows = np.arange(len(step.request) - len(batch.gather_lens), len(step.request), dtype=np.int32)
+            queries = Queries(rows, batch.computed[rows])
             end = batch.computed[rows] + batch.scheduled[rows]
-            spans = (batch.computed[rows], end - batch.gather_lens, end - 1)
-            step.gathers.append(gathers_of_spans("gather-length", "row", rows, *spans, tables, shadow))
+            span = (end - batch.gather_lens, end - 1)
+            step.gathers.append(gathers_of_spans("gather-length", "row", queries, span, tables, shadow))
 
     def _from_contract(self, step: Step) -> None:
         """No kernel runs: what CONTRACT 14 and 17 say is written and read, through the manager's block tables."""
         window = self._trace.geometry.window
-        lives: list[Admission] = [self._trace.admissions[number] for number in step.admission.tolist()]
-        known = np.array([life.tokens for life in lives], np.int32)
-        step.prefill = step.computed < known
+        lives = [self._trace.admissions[number] for number in step.admission.tolist()]
         starts = np.array([life.replay_start for life in lives], np.int32)
-        step.replay_start = np.where(step.prefill, starts, 0).astype(np.int32)
+        step.prefill = step.computed < np.array([life.tokens for life in lives], np.int32)
+        step.replay_start = np.where(step.prefill, starts, 0)
         row = np.repeat(np.arange(len(lives), dtype=np.int32), step.scheduled)
-        ends = np.cumsum(step.scheduled)
-        position = np.arange(len(row)) - np.repeat(ends - step.scheduled - step.computed, step.scheduled)
-        start = step.replay_start[row]
-        replayed = (start > 0) & (position >= start) & (position < start + window)
-        for group, shadow in enumerate(self._shadows):
-            stretches = np.split(position, ends[:-1])
-            slot = np.concatenate(
-                [slots_of(t, p, shadow.block_size) for t, p in zip(step.tables[group], stretches, strict=True)]
-                or [np.zeros(0, np.int64)]
-            )
-            if self._trace.groups[group].prefix_cacheable:
-                slot = np.where(replayed, PAD_SLOT, slot)
+        before = np.cumsum(step.scheduled) - step.scheduled
+        position = np.arange(len(row), dtype=np.int32) + (step.computed - before)[row]
+        start = starts[row]
+        tables = [Tables(group, s.block_size) for group, s in zip(step.tables, self._shadows, strict=True)]
+        for group, table in enumerate(tables):
+            slot = table.slots(row, position)
+            if starts.any() and self._trace.groups[group].prefix_cacheable:
+                slot = np.where((start > 0) & (position < start + window), PAD_SLOT, slot)
             self._write(step, group, row, position, slot)
-        first = np.maximum(starts[row], position - window + 1).clip(0)
-        step.gathers.append(self._spans(row, position, first, step))
-
-    def _spans(self, row: IntArray, position: IntArray, first: IntArray, step: Step) -> Gathers:
-        tables, shadow = step.tables[self._window_group], self._shadows[self._window_group]
-        return gathers_of_spans("block-table", "query", row, position, first, position, tables, shadow)
+        span = (np.maximum(start, position - (window - 1)), position)
+        shadow = self._shadows[self._window_group]
+        window_tables = tables[self._window_group]
+        step.gathers.append(
+            gathers_of_spans("block-table", "query", Queries(row, position), span, window_tables, shadow)
+        )

@@ -130,10 +130,13 @@ class _Run:
                     return self._trace
                 step += 1
             self._trace.final = self._final()
-        except Exception as error:  # whatever vLLM raises is a finding
+        except Exception as error:  # whatever vLLM raises is a finding; what we raise is our bug
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{frame.filename.rpartition('site-packages/')[2]}:{frame.lineno} in {frame.name}"
-            self._fault("exception", step, f"{type(error).__name__}: {error or 'no message'} ({place})")
+            package, _, place = frame.filename.rpartition("site-packages/")
+            if not package:
+                raise
+            text = f"{type(error).__name__}: {error or 'no message'} ({place}:{frame.lineno} in {frame.name})"
+            self._fault("exception", step, text)
         return self._trace
 
     def _fault(self, kind: Literal["exception", "hang"], step: int, message: str) -> None:

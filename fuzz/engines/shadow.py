@@ -9,19 +9,36 @@ same request counts as somebody else's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
 import numpy as np
 
 from invariants.trace import NOBODY, NULL_BLOCK, PAD_SLOT, Gathers, IntArray
 
 
-def slots_of(table: IntArray, positions: IntArray, block_size: int) -> IntArray:
-    """int64 like positions: the slots that a block table gives them; PAD_SLOT beyond its end."""
-    columns = positions // block_size
-    inside = columns < len(table)
-    if not len(table):
-        return np.full(positions.shape, PAD_SLOT, np.int64)
-    blocks = table[np.where(inside, columns, 0)].astype(np.int64)
-    return np.where(inside, blocks * block_size + positions % block_size, PAD_SLOT)
+class Tables:
+    """The block tables of one group for the rows of a batch, laid end to end so that one lookup serves all rows."""
+
+    def __init__(self, tables: Sequence[IntArray] | IntArray, block_size: int) -> None:
+        self.block_size = block_size
+        self._length = np.array([len(table) for table in tables])
+        self._start = np.cumsum(self._length) - self._length
+        self._flat = np.concatenate(tables)
+
+    def __len__(self) -> int:
+        return len(self._length)
+
+    def slots(self, row: IntArray, position: IntArray) -> IntArray:
+        """int64 like row: the slot of each position of each batch row; PAD_SLOT beyond the end of its table."""
+        column, offset = np.divmod(position, self.block_size)
+        inside = column < self._length[row]
+        if inside.all():
+            slot: IntArray = self._flat[self._start[row] + column] * np.int64(self.block_size) + offset
+            return slot
+        block = self._flat[np.where(inside, self._start[row] + column, 0)] if len(self._flat) else column
+        return np.where(inside, block * np.int64(self.block_size) + offset, PAD_SLOT)
 
 
 class ShadowGroup:
@@ -41,6 +58,8 @@ class ShadowGroup:
     def extend(self, admission: int, table: IntArray) -> None:
         """The table as it is after scheduling: blocks that are new in it are wiped."""
         before = self._tables[admission]
+        if table is before:
+            return
         self._tables[admission] = table
         same = np.zeros(len(table), bool)
         same[: len(before)] = table[: len(before)] == before[: len(table)]
@@ -53,8 +72,10 @@ class ShadowGroup:
     def write(self, admission: IntArray, position: IntArray, slot: IntArray) -> None:
         """What a step writes. A slot outside the pool is kept in the trace and changes nothing here."""
         real = (slot >= 0) & (slot < len(self._writer))
-        self._writer[slot[real]] = admission[real]
-        self._position[slot[real]] = position[real]
+        if not real.all():
+            admission, position, slot = admission[real], position[real], slot[real]
+        self._writer[slot] = admission
+        self._position[slot] = position
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy-on-write of a partly filled block."""
@@ -65,137 +86,117 @@ class ShadowGroup:
     def read(self, slot: IntArray) -> tuple[IntArray, IntArray]:
         """(writer, position) int32 like slot: what the slots hold. Slots outside the pool hold nothing."""
         real = (slot >= 0) & (slot < len(self._writer))
+        if real.all():
+            return self._writer[slot], self._position[slot]
         safe = np.where(real, slot, 0)
         return np.where(real, self._writer[safe], NOBODY), np.where(real, self._position[safe], -1)
 
 
+@dataclass(slots=True)
+class Queries:
+    """Who reads: one entry a query (or a batch row), in batch order."""
+
+    row: IntArray
+    """int32"""
+    position: IntArray
+    """int32"""
+
+
 def gathers_from_indices(
-    consumer: str,
-    row: IntArray,
-    position: IntArray,
-    indices: IntArray,
-    lens: IntArray,
-    tables: list[IntArray],
-    shadow: ShadowGroup,
+    consumer: str, queries: Queries, indices: IntArray, lens: IntArray, tables: Tables, shadow: ShadowGroup
 ) -> Gathers:
     """The gathers of an index list: int32 [queries, width] slots, of which the first ``lens`` count.
 
     Entry j of a query at position p with length n stands for position p - n + 1 + j, which is how every consumer of
     such a list means it. An entry beyond the length that is not -1 is read as well: its position lies past p.
     """
-    width = indices.shape[1]
-    lane = np.arange(width)
-    believed = (position - lens + 1)[:, None] + lane
-    runs_from_zero = bool((lens <= width).all()) and bool(((indices != PAD_SLOT) == (lane < lens[:, None])).all())
-    if runs_from_zero:
-        first, last = position - lens + 1, position
-        plain = _regular_cells(row, first, last, tables, shadow.block_size)
-        if _agrees(row, believed, indices, lens, plain, len(tables)):
-            return _gathers(consumer, "query", row, position, first, last, *plain, shadow)
-    return _irregular(consumer, row, position, indices, believed, shadow)
+    lane = np.arange(indices.shape[1])
+    first = queries.position - lens + 1
+    believed = first[:, None] + lane
+    listed = lane < lens[:, None]
+    if ((indices != PAD_SLOT) == listed).all() and lens.max(initial=0) <= len(lane):
+        spans = _Cells(queries.row, first, queries.position, tables)
+        if ((spans.slot[spans.find(queries.row, believed)] == indices) | ~listed).all():
+            return _gathers(consumer, "query", queries, (first, queries.position), spans, shadow)
+    return _irregular(consumer, queries, indices, believed, shadow)
 
 
 def gathers_of_spans(
     consumer: str,
-    per: str,
-    row: IntArray,
-    position: IntArray,
-    first: IntArray,
-    last: IntArray,
-    tables: list[IntArray],
+    per: Literal["query", "row"],
+    queries: Queries,
+    span: tuple[IntArray, IntArray],
+    tables: Tables,
     shadow: ShadowGroup,
 ) -> Gathers:
-    """The gathers of a consumer that reads positions first..last through the block table."""
-    cells = _regular_cells(row, first, last, tables, shadow.block_size)
-    return _gathers(consumer, per, row, position, first, last, *cells, shadow)
+    """The gathers of a consumer that reads positions first..last, both included, through the block table."""
+    return _gathers(consumer, per, queries, span, _Cells(queries.row, *span, tables), shadow)
+
+
+class _Cells:
+    """The cells that runs of queries in batch order cover: one stretch of positions a batch row."""
+
+    def __init__(self, row: IntArray, first: IntArray, last: IntArray, tables: Tables) -> None:
+        starts = np.flatnonzero(row[1:] != row[:-1]) + 1 if len(row) > 1 else np.zeros(0, np.int64)
+        starts = np.concatenate([[0], starts]) if len(row) else starts
+        low, high = np.minimum.reduceat(first, starts), np.maximum.reduceat(last, starts)
+        length = np.maximum(high - low + 1, 0)
+        begin = np.cumsum(length) - length
+        self._base = np.zeros(len(tables), np.int64)
+        self._base[row[starts]] = begin - low
+        self.row = np.repeat(row[starts], length)
+        self.position = np.arange(len(self.row)) - self._base[self.row]
+        self.slot = tables.slots(self.row, self.position)
+
+    def find(self, row: IntArray, position: IntArray) -> IntArray:
+        """Index of the cell at [query, lane] positions of the queries' rows; some cell for what lies outside."""
+        return np.clip(self._base[row][:, None] + position, 0, len(self.row) - 1)
 
 
 def _gathers(
     consumer: str,
-    per: str,
-    row: IntArray,
-    position: IntArray,
-    first: IntArray,
-    last: IntArray,
-    cell_row: IntArray,
-    cell_position: IntArray,
-    cell_slot: IntArray,
+    per: Literal["query", "row"],
+    queries: Queries,
+    span: tuple[IntArray, IntArray],
+    cells: Any,
     shadow: ShadowGroup,
 ) -> Gathers:
-    writer, written = shadow.read(cell_slot)
+    writer, written = shadow.read(cells.slot)
     return Gathers(
         consumer=consumer,
-        per="query" if per == "query" else "row",
-        row=row.astype(np.int32),
-        position=position.astype(np.int32),
-        first=first.astype(np.int32),
-        last=last.astype(np.int32),
-        cell_row=cell_row.astype(np.int32),
-        cell_position=cell_position.astype(np.int32),
-        cell_slot=cell_slot.astype(np.int64),
+        per=per,
+        row=queries.row,
+        position=queries.position,
+        first=span[0],
+        last=span[1],
+        cell_row=cells.row,
+        cell_position=cells.position,
+        cell_slot=cells.slot,
         cell_writer=writer,
         cell_written=written,
     )
 
 
-def _regular_cells(
-    row: IntArray, first: IntArray, last: IntArray, tables: list[IntArray], block_size: int
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Rows, positions and slots that runs of queries in batch order cover: one stretch a row."""
-    rows: list[IntArray] = []
-    positions: list[IntArray] = []
-    slots: list[IntArray] = []
-    starts = np.flatnonzero(np.diff(row, prepend=-1))
-    if not len(starts):
-        empty = np.zeros(0, np.int64)
-        return empty, empty, empty
-    lows = np.minimum.reduceat(first, starts)
-    highs = np.maximum.reduceat(last, starts)
-    for index, low, high in zip(row[starts].tolist(), lows.tolist(), highs.tolist(), strict=True):
-        stretch = np.arange(low, high + 1)
-        rows.append(np.full(len(stretch), index))
-        positions.append(stretch)
-        slots.append(slots_of(tables[index], stretch, block_size))
-    return np.concatenate(rows), np.concatenate(positions), np.concatenate(slots)
+@dataclass(slots=True)
+class _LooseCells:
+    row: IntArray
+    position: IntArray
+    slot: IntArray
 
 
-def _agrees(
-    row: IntArray,
-    believed: IntArray,
-    indices: IntArray,
-    lens: IntArray,
-    plain: tuple[IntArray, IntArray, IntArray],
-    num_rows: int,
-) -> bool:
-    """Whether every listed slot is the one that the row's block table gives for the position it stands for."""
-    cell_row, cell_position, cell_slot = plain
-    if not len(cell_row):
-        return not lens.any()
-    starts = np.flatnonzero(np.diff(cell_row, prepend=-1))
-    # Where a row's stretch begins in the cells, less its first position: cell of position p is base + p.
-    base = np.zeros(num_rows, np.int64)
-    base[cell_row[starts]] = starts - cell_position[starts]
-    cell = np.clip(base[row][:, None] + believed, 0, len(cell_slot) - 1)
-    listed = np.arange(indices.shape[1]) < lens[:, None]
-    return bool(((indices == cell_slot[cell]) | ~listed).all())
-
-
-def _irregular(
-    consumer: str, row: IntArray, position: IntArray, indices: IntArray, believed: IntArray, shadow: ShadowGroup
-) -> Gathers:
+def _irregular(consumer: str, queries: Queries, indices: IntArray, believed: IntArray, shadow: ShadowGroup) -> Gathers:
     """Lists with holes, stale entries or foreign slots: every stretch of entries is a run of its own."""
     there = indices != PAD_SLOT
     edge = np.diff(np.pad(there, ((0, 0), (1, 1))).astype(np.int8), axis=1)
     query, begin = np.nonzero(edge == 1)
     _, end = np.nonzero(edge == -1)
     empty = np.flatnonzero(~there.any(axis=1))
-    queries = np.concatenate([query, empty])
-    first = np.concatenate([believed[query, begin], position[empty] + 1])
-    last = np.concatenate([believed[query, end - 1], position[empty]])
-    order = np.argsort(queries, kind="stable")
-    queries, first, last = queries[order], first[order], last[order]
-    at, lane = np.nonzero(there)
-    cells = np.unique(np.stack([row[at], believed[at, lane], indices[at, lane]], axis=1), axis=0)
-    return _gathers(
-        consumer, "query", row[queries], position[queries], first, last, cells[:, 0], cells[:, 1], cells[:, 2], shadow
-    )
+    at = np.concatenate([query, empty])
+    first = np.concatenate([believed[query, begin], queries.position[empty] + 1])
+    last = np.concatenate([believed[query, end - 1], queries.position[empty]])
+    order = np.argsort(at, kind="stable")
+    read = Queries(queries.row[at[order]], queries.position[at[order]])
+    query, lane = np.nonzero(there)
+    listed = np.stack([queries.row[query], believed[query, lane], indices[query, lane]], axis=1)
+    cells = _LooseCells(*np.unique(listed.astype(np.int64), axis=0).T)
+    return _gathers(consumer, "query", read, (first[order], last[order]), cells, shadow)
