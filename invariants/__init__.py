@@ -2,5 +2,36 @@
 # SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
 """Judges traces. Each invariant is a function from a trace to the violations it finds; its id is stable.
 
-To add one: a function in a file of its own (or of its family), and a line in ``INVARIANTS``.
+To add one: a function in a file of its own (or of its family), and a line in ``INVARIANTS``. It gets the trace as a
+``View``, which also has it as a few long arrays, made once for all invariants.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from invariants.faults import no_fault
+from invariants.gather import gather_floor, gather_live, gather_window
+from invariants.gating import gating
+from invariants.hits import hit_count
+from invariants.progress import progress
+from invariants.trace import Trace, Violation
+from invariants.view import View
+from invariants.writes import write_fence
+
+INVARIANTS: dict[str, Callable[[View], Iterable[Violation]]] = {
+    "gather-floor": gather_floor,
+    "gather-window": gather_window,
+    "gather-live": gather_live,
+    "write-fence": write_fence,
+    "hit-count": hit_count,
+    "progress": progress,
+    "no-fault": no_fault,
+    "gating": gating,
+}
+
+
+def judge(trace: Trace) -> list[Violation]:
+    """What every invariant finds, in the registry's order; of many alike a few, the last one saying how many more."""
+    view = View(trace)
+    return [violation for invariant in INVARIANTS.values() for violation in invariant(view)]

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""The half of ``progress`` that looks at whole requests: their lives, how they ended, what they left in the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from invariants.trace import IntArray, TracedRequest, Violation
+from invariants.view import View
+
+
+def broken(site: str, message: str, expected: object, seen: object, **where: Any) -> Violation:
+    """A violation of ``progress``; ``where`` as in ``Violation``."""
+    return Violation("progress", message, expected=str(expected), seen=str(seen), site=site, **where)
+
+
+def lives(view: View, tokens: IntArray) -> Iterator[Violation]:
+    """What a life knows at its admission is the prompt and what earlier lives sampled; a preemption lies between two.
+
+    ``tokens`` [rows]: tokens known at the admission of the row's life.
+    """
+    trace = view.trace
+    samples = (view.computed + view.scheduled >= tokens) & (view.admission >= 0)
+    sampled = np.bincount(view.admission[samples], minlength=len(trace.admissions)).tolist()
+    known = [len(request.prompt) for request in trace.requests]
+    starts: list[list[int]] = [[] for _ in trace.requests]
+    for number, life in enumerate(trace.admissions):
+        name, before = trace.requests[life.request].id, starts[life.request]
+        message = f"admission {number}, number {len(before) + 1} of request {name}"
+        if life.tokens != known[life.request]:
+            yield broken("tokens", message, f"{known[life.request]} tokens", life.tokens, request=name)
+        if life.resumed != bool(before):
+            yield broken("resumed", message, f"resumed {bool(before)}", life.resumed, request=name)
+        known[life.request] += sampled[number]
+        before.append(life.step)
+    yield from _preemptions(view, starts)
+    for request, total in zip(trace.requests, known, strict=True):
+        count = total - len(request.prompt)
+        if count != len(request.output) and not trace.faults:
+            message = f"request {request.id} reached its last known token {count} times"
+            yield broken("output", message, f"{count} output tokens", len(request.output), request=request.id)
+
+
+def ends(view: View) -> Iterator[Violation]:
+    """Every request ends, once, and with all its tokens unless it was aborted or refused; then every block is free."""
+    trace = view.trace
+    listed: list[list[int]] = [[] for _ in trace.requests]
+    for index, step in enumerate(trace.steps):
+        for number in step.finished:
+            listed[number].append(index)
+    for number, request in enumerate(trace.requests):
+        rows = np.flatnonzero(view.request == number)
+        yield from _end(request, listed[number], int(view.step[rows[-1]]) if len(rows) else -1)
+    yield from _final(view)
+
+
+def _preemptions(view: View, starts: list[list[int]]) -> Iterator[Violation]:
+    """The n-th preemption ends the n-th life before the next begins; the last life may have none."""
+    stops: list[list[int]] = [[] for _ in starts]
+    for step in view.trace.steps:
+        for number in step.preempted:
+            stops[number].append(step.index)
+    for number, (begun, ended) in enumerate(zip(starts, stops, strict=True)):
+        fits = len(begun) - 1 <= len(ended) <= len(begun)
+        fits &= all(begin < end for begin, end in zip(begun, ended, strict=False))
+        fits &= all(end <= begin for end, begin in zip(ended, begun[1:], strict=False))
+        if not fits:
+            name = view.trace.requests[number].id
+            message = f"request {name} was admitted in steps {begun} and preempted in steps {ended}"
+            yield broken("preempted", message, "a preemption between two admissions", "otherwise", request=name)
+
+
+def _end(request: TracedRequest, listed: list[int], last: int) -> Iterator[Violation]:
+    """``listed``: steps that say it ended; ``last``: its last step with a row, or -1."""
+    if request.finished is None:
+        message = f"request {request.id} never ended, with {len(request.output)} of {request.max_tokens} tokens"
+        yield broken("finished", message, "an end", "none", request=request.id)
+        return
+    if request.finished == "length" and len(request.output) != request.max_tokens:
+        message = f"request {request.id} ended by length"
+        yield broken("output", message, f"{request.max_tokens} output tokens", len(request.output), request=request.id)
+    # An aborted request ends before the step that lists it.
+    wanted, fits = {
+        "length": (f"number {last} alone", listed == [last] and last >= 0),
+        "abort": (f"one after number {last}", len(listed) == 1 and listed[0] > last),
+        "refused": ("none, and no rows", not listed and last < 0),
+    }[request.finished]
+    if not fits:
+        message = f"request {request.id} ended by {request.finished}; its last row is in step number {last}"
+        yield broken("finished", f"{message}; steps that say it ended", wanted, listed, request=request.id)
+
+
+def _final(view: View) -> Iterator[Violation]:
+    final = view.trace.final
+    if final is None:
+        yield broken("final", "the run broke off, without a fault", "a block pool to look at", "none")
+        return
+    usable = view.trace.geometry.num_blocks - 1
+    if (final.free_blocks, final.total_blocks) != (usable, usable):
+        message, wanted = "blocks are missing from the pool after the last request", f"{usable} of {usable} free"
+        yield broken("free blocks", message, wanted, f"{final.free_blocks} of {final.total_blocks} free")
+    if len(final.referenced):
+        message = f"blocks are still referenced after the last request: {final.referenced[:10].tolist()}"
+        yield broken("referenced", message, "none", f"{len(final.referenced)} blocks")

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""Replay is on exactly where configuration and architecture say so, and the published KV-cache spec says the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from invariants.trace import PAD_SLOT, Group, Violation
+from invariants.view import View, examples
+
+
+def gating(view: View) -> Iterator[Violation]:
+    """On: the window is out of the prefix cache and W tokens are replayed. Off: neither (CONTRACT 1, 3)."""
+    trace = view.trace
+    on = "on" if view.replay else "off"
+    kinds = {group.kind for group in trace.groups}
+    for kind in ("cacheable", "window"):
+        if kind not in kinds:
+            yield Violation("gating", f"no {kind} group is published", expected="one", seen="none", site=kind)
+    for index, group in enumerate(trace.groups):
+        wanted = (True, 0) if group.kind == "cacheable" else (not view.replay, view.replay)
+        if (group.prefix_cacheable, group.replay_tokens) != wanted:
+            yield Violation(
+                "gating",
+                f"replay is {on} (window {trace.geometry.window}), but {group.kind} group {index} publishes otherwise",
+                expected=_spec(*wanted),
+                seen=_spec(group.prefix_cacheable, group.replay_tokens),
+                site=f"group {index}",
+            )
+    if not view.replay:
+        yield from _no_replay(view, trace.groups)
+
+
+def _no_replay(view: View, groups: list[Group]) -> Iterator[Violation]:
+    """With replay off nothing is replayed and every computed token writes its cacheable KV."""
+    trace = view.trace
+    for life in trace.admissions:
+        if life.replay_start:
+            yield Violation(
+                "gating",
+                f"replay is off, but a hit of {life.hit} tokens is replayed from {life.replay_start} on",
+                expected="replay_start 0",
+                seen=f"replay_start {life.replay_start}",
+                request=trace.requests[life.request].id,
+                step=life.step,
+                site="replay_start",
+            )
+    for index, group in enumerate(groups):
+        if group.kind != "cacheable":
+            continue
+        stores = view.stores(index)
+        for token, more in examples(stores.slot == PAD_SLOT):
+            yield Violation(
+                "gating",
+                f"replay is off, but token {stores.position[token]} writes nothing into cacheable group {index}{more}",
+                expected="a slot",
+                seen=f"slot {PAD_SLOT}",
+                position=int(stores.position[token]),
+                site=f"group {index}",
+                **view.where(int(stores.row[token])),
+            )
+
+
+def _spec(cacheable: bool, replayed: int) -> str:
+    return f"prefix-cacheable {'yes' if cacheable else 'no'}, prefix_replay_tokens {replayed}"

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""Every request ends, every chunk advances it, no step exceeds its limits, and at the end every block is free.
+
+Relied upon: without speculation a decode computes one token, a step that reaches the last known token samples one, and
+vLLM cuts a chunk short for three reasons only: the request's known tokens end, the step's budget is used up, or
+``long_prefill_token_threshold``, which holds where more than one request is waiting or running when the step begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from invariants.ends import broken, ends, lives
+from invariants.trace import BoolArray, IntArray, Violation
+from invariants.view import View, examples
+
+_NO_LIMIT = 1 << 40
+
+
+def progress(view: View) -> Iterator[Violation]:
+    """Every request ends; replay-only chunks advance; at the end every block is free and every refcount is zero."""
+    tokens = np.array([*(life.tokens for life in view.trace.admissions), 0], np.int64)[view.admission]
+    yield from _rows(view)
+    yield from _chain(view)
+    yield from _chunks(view, tokens)
+    yield from _limits(view)
+    yield from lives(view, tokens)
+    if not view.trace.faults:  # a run that broke off ends nothing, and no-fault says so
+        yield from ends(view)
+
+
+def _at(view: View, row: int, site: str, message: str, expected: object, seen: object) -> Violation:
+    return broken(site, message, expected, seen, **view.where(row))
+
+
+def _rows(view: View) -> Iterator[Violation]:
+    """Each row is a life of its request, once a step; steps are numbered upwards."""
+    indices = np.array([step.index for step in view.trace.steps])
+    for step, more in examples(indices[1:] <= indices[:-1]):
+        yield broken("step index", f"step {indices[step + 1]} follows step {indices[step]}{more}", "a later one", "not")
+    requests = np.array([*(life.request for life in view.trace.admissions), -1], np.int64)
+    for row, more in examples(view.request != requests[view.admission]):
+        message = f"a row of request number {view.request[row]} belongs to admission {view.admission[row]}{more}"
+        yield _at(view, row, "admission", message, "one of its own", f"one of {requests[view.admission[row]]}")
+
+
+def _chain(view: View) -> Iterator[Violation]:
+    """A life begins as admitted and goes on where its last chunk ended."""
+    lives = view.trace.admissions
+    order = np.argsort(view.admission, kind="stable")
+    admission, step = view.admission[order], view.step[order]
+    computed, end = view.computed[order], (view.computed + view.scheduled)[order]
+    same = admission[1:] == admission[:-1]
+    for index, more in examples(same & (step[1:] == step[:-1])):
+        row = int(order[index + 1])
+        yield _at(view, row, "admission", f"two rows of one step belong to admission {admission[index]}{more}", 1, 2)
+    for index, more in examples(same & (computed[1:] != end[:-1])):
+        message = f"a chunk starts at {computed[index + 1]}, but the one before ended at {end[index]}{more}"
+        yield _at(view, int(order[index + 1]), "computed", message, end[index], computed[index + 1])
+    first = order[np.flatnonzero(np.concatenate([[True], ~same]))] if len(order) else order
+    started = {int(view.admission[row]): int(row) for row in first}
+    for index, life in enumerate(lives):
+        if index not in started:
+            name = view.trace.requests[life.request].id
+            message = f"admission {index} of request {name} never ran"
+            yield broken("admission", message, "a row", "none", request=name, step=life.step)
+            continue
+        row = started[index]
+        begun = view.trace.steps[int(view.step[row])].index, int(view.computed[row]), int(view.scheduled[row])
+        if begun != (life.step, life.computed, life.scheduled):
+            message = f"admission {index} (step, computed, scheduled) does not begin as it was admitted"
+            yield _at(view, row, "first chunk", message, (life.step, life.computed, life.scheduled), begun)
+
+
+def _chunks(view: View, tokens: IntArray) -> Iterator[Violation]:
+    """A chunk has at least a token and at most what is known, and is cut short only by a limit."""
+    left = tokens - view.computed
+    for row, more in examples(view.prefill != (left > 0)):
+        message = f"{view.computed[row]} of {tokens[row]} tokens known at admission are computed{more}"
+        expected, seen = ("prefill" if value else "decode" for value in (left[row] > 0, view.prefill[row]))
+        yield _at(view, row, "prefill", message, expected, seen)
+    limit = _threshold(view)
+    want = np.minimum(np.where(left > 0, left, 1), limit)
+    for row, more in examples((view.scheduled < 1) | (view.scheduled > want)):
+        message = f"{max(left[row], 1)} tokens are left to compute at {view.computed[row]}"
+        if limit[row] < _NO_LIMIT:
+            message += f", long_prefill_token_threshold is {limit[row]}"
+        yield _at(view, row, "scheduled", message + more, f"1 to {want[row]} tokens", f"{view.scheduled[row]} tokens")
+    total = np.bincount(view.step, view.scheduled, len(view.trace.steps)).astype(np.int64)
+    budget = view.trace.geometry.max_num_batched_tokens
+    for row, more in examples((view.scheduled < want) & (total[view.step] < budget)):
+        message = (
+            f"a chunk is cut to {view.scheduled[row]} of {want[row]} tokens, but its step has {total[view.step[row]]}"
+        )
+        yield _at(view, row, "scheduled", f"{message} of {budget} tokens{more}", want[row], view.scheduled[row])
+
+
+def _threshold(view: View) -> IntArray:
+    """[rows] most tokens that long_prefill_token_threshold leaves a row."""
+    trace = view.trace
+    threshold = trace.geometry.long_prefill_token_threshold
+    if not threshold:
+        return np.full(len(view.step), _NO_LIMIT)
+    ended = {request: index for index, step in enumerate(trace.steps) for request in step.finished}
+    alive = np.zeros(len(trace.steps), np.int64)
+    indices = np.array([step.index for step in trace.steps])
+    for number, request in enumerate(trace.requests):
+        if request.finished == "refused":
+            continue
+        begin = int(np.searchsorted(indices, request.arrive))
+        # An aborted request ends before the step that lists it.
+        alive[begin : ended.get(number, len(indices)) + (request.finished != "abort")] += 1
+    limits: IntArray = np.where(alive > 1, threshold, _NO_LIMIT)[view.step]
+    return limits
+
+
+def _limits(view: View) -> Iterator[Violation]:
+    """No step has more tokens or rows than configured."""
+    geometry = view.trace.geometry
+    totals = np.bincount(view.step, view.scheduled, len(view.trace.steps)).astype(np.int64)
+    for what, counts, most in (
+        ("tokens", totals, geometry.max_num_batched_tokens),
+        ("requests", view.rows_of_step, geometry.max_num_seqs),
+    ):
+        over: BoolArray = counts > most
+        for step, more in examples(over):
+            index = view.trace.steps[step].index
+            message = f"step {index} schedules {counts[step]} {what}{more}"
+            yield broken(f"{what} a step", message, f"at most {most}", counts[step], step=index)

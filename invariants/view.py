@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""A trace as a few long arrays, so that an invariant is a handful of NumPy calls a trace and not a loop over steps.
+
+Rows of all steps are numbered through: row r of step k is ``row_offset[k] + r``. Whatever a trace says may be wrong, so
+an index that points nowhere becomes -1 here, and the invariant whose business it is reports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from invariants import reference
+from invariants.trace import BoolArray, Gathers, IntArray, Trace
+
+EXAMPLES = 5
+"""Broken entries that one rule reports of a trace; the last one's message says how many more there are."""
+
+_ROW = 1 << 32
+"""A (row, position) pair as one number: row * _ROW + position."""
+
+
+@dataclass(slots=True)
+class Reads:
+    """What one consumer gathers over the whole trace. Fields as in ``Gathers``, rows numbered through."""
+
+    consumer: str
+    per: Literal["query", "row"]
+    row: IntArray
+    position: IntArray
+    first: IntArray
+    last: IntArray
+    cell_row: IntArray
+    cell_position: IntArray
+    cell_slot: IntArray
+    cell_writer: IntArray
+    cell_written: IntArray
+
+
+@dataclass(slots=True)
+class Stores:
+    """KV writes of the whole trace into one group. Fields as in ``Writes``, rows numbered through."""
+
+    row: IntArray
+    position: IntArray
+    slot: IntArray
+
+
+class View:
+    """The arrays. ``[rows]`` is the number of rows of all steps, ``[queries]`` that of all scheduled tokens."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        steps = trace.steps
+        self.replay = trace.geometry.window if trace.replay_expected else 0
+        """Tokens that a hit replays: W where replay is on, else 0."""
+        self.rows_of_step = np.array([len(step.request) for step in steps], np.int64)
+        self.row_offset = np.concatenate([[0], np.cumsum(self.rows_of_step)])
+        self.step = np.repeat(np.arange(len(steps)), self.rows_of_step)
+        """[rows] index into ``Trace.steps``."""
+        self.request = _join([step.request for step in steps])
+        self.admission = _index(_join([step.admission for step in steps]), len(trace.admissions))
+        self.computed = _join([step.computed for step in steps])
+        self.scheduled = _join([step.scheduled for step in steps])
+        self.prefill: BoolArray = _join([step.prefill for step in steps]).astype(np.bool_)
+        self.claimed = _join([step.replay_start for step in steps])
+        """[rows] replay_start as the worker has it."""
+        floors = [reference.replay_start(life.hit, self.replay) for life in trace.admissions]
+        self.floor: IntArray = np.array([*floors, 0], np.int64)[self.admission]
+        """[rows] replay_start as the row's hit has it: nothing below may be read."""
+        queries = np.maximum(self.scheduled, 0)
+        self.query_row = np.repeat(np.arange(len(queries)), queries)
+        """[queries] in batch order"""
+        starts = np.cumsum(queries) - queries - self.computed
+        self.query_position: IntArray = np.arange(len(self.query_row)) - starts[self.query_row]
+        self.queries = key(self.query_row, self.query_position)
+        """[queries] ascending"""
+        self.window_group = next((i for i, group in enumerate(trace.groups) if group.kind == "window"), None)
+        self.tables = [
+            _Table([step.tables[group] for step in steps if step.tables], spec.block_size)
+            for group, spec in enumerate(trace.groups)
+        ]
+        self.reads = self._reads()
+
+    def _reads(self) -> list[Reads]:
+        parts: dict[tuple[str, Literal["query", "row"]], list[tuple[int, Gathers]]] = {}
+        for index, step in enumerate(self.trace.steps):
+            for gathers in step.gathers:
+                parts.setdefault((gathers.consumer, gathers.per), []).append((index, gathers))
+        return [
+            Reads(
+                consumer,
+                per,
+                self._rows([(step, g.row) for step, g in part]),
+                _join([g.position for _, g in part]),
+                _join([g.first for _, g in part]),
+                _join([g.last for _, g in part]),
+                self._rows([(step, g.cell_row) for step, g in part]),
+                _join([g.cell_position for _, g in part]),
+                _join([g.cell_slot for _, g in part]),
+                _join([g.cell_writer for _, g in part]),
+                _join([g.cell_written for _, g in part]),
+            )
+            for (consumer, per), part in parts.items()
+        ]
+
+    def stores(self, group: int) -> Stores:
+        """The writes into one group."""
+        part = [(k, w) for k, step in enumerate(self.trace.steps) for w in step.writes if w.group == group]
+        return Stores(
+            self._rows([(step, w.row) for step, w in part]),
+            _join([w.position for _, w in part]),
+            _join([w.slot for _, w in part]),
+        )
+
+    def _rows(self, parts: Sequence[tuple[int, IntArray]]) -> IntArray:
+        """Rows of single steps, numbered through; -1 where the step has no such row."""
+        row: IntArray = _join([rows for _, rows in parts])
+        step = np.repeat([step for step, _ in parts], [len(rows) for _, rows in parts])
+        if not len(step):
+            return row
+        valid = (row >= 0) & (row < self.rows_of_step[step])
+        numbered: IntArray = np.where(valid, row + self.row_offset[step], -1)
+        return numbered
+
+    def where(self, row: int) -> dict[str, Any]:
+        """Request, step and row for a Violation about that row."""
+        if row < 0:
+            return {}
+        step = self.trace.steps[int(self.step[row])]
+        request = int(self.request[row])
+        known = 0 <= request < len(self.trace.requests)
+        return {
+            "request": self.trace.requests[request].id if known else None,
+            "step": step.index,
+            "row": row - int(self.row_offset[self.step[row]]),
+        }
+
+
+class _Table:
+    """The block tables of one group, all rows of all steps."""
+
+    def __init__(self, steps: list[list[IntArray]], block_size: int) -> None:
+        rows = [row for tables in steps for row in tables]
+        self._blocks = np.concatenate([*rows, [-1]])
+        self._length = np.array([len(row) for row in rows], np.int64)
+        self._offset = np.cumsum(self._length) - self._length
+        self.block_size = block_size
+
+    def block(self, row: IntArray, position: IntArray) -> IntArray:
+        """[n] block that the manager has for each position of each row; -1 past the table's end."""
+        entry = position // self.block_size
+        if not len(self._length):
+            return np.full(len(row), -1)
+        valid = (row >= 0) & (entry >= 0) & (entry < self._length[row])
+        blocks: IntArray = self._blocks[np.where(valid, self._offset[row] + entry, -1)]
+        return blocks
+
+
+def key(row: IntArray, position: IntArray) -> IntArray:
+    """[n] one number for each (row, position) pair, in their order."""
+    return row * _ROW + position
+
+
+def unkey(number: int) -> tuple[int, int]:
+    """(row, position) of a key with a position that is not negative."""
+    return divmod(int(number), _ROW)
+
+
+def compare(keys: IntArray, expected: IntArray) -> tuple[IntArray, IntArray]:
+    """Expected keys that are missing, and indices of keys too many (unexpected, or there before).
+
+    ``expected`` is ascending and without repeats; ``keys`` may be in any order.
+    """
+    nothing = np.zeros(0, np.int64)
+    if np.array_equal(keys, expected):
+        return nothing, nothing
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    surplus = ~np.isin(ordered, expected)
+    surplus[1:] |= ordered[1:] == ordered[:-1]
+    return expected[~np.isin(expected, ordered)], order[surplus]
+
+
+def examples(broken: BoolArray | IntArray) -> Iterator[tuple[int, str]]:
+    """The first few entries of a mask, or of a list of numbers, each with the tail of its message."""
+    found = np.flatnonzero(broken) if broken.dtype == np.bool_ else broken
+    shown = found[:EXAMPLES].tolist()
+    for index in shown[:-1]:
+        yield index, ""
+    for index in shown[-1:]:
+        more = len(found) - EXAMPLES
+        yield index, f" ({more} more like this)" if more > 0 else ""
+
+
+def _join(parts: Sequence[Any]) -> Any:
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def _index(values: IntArray, length: int) -> IntArray:
+    """``values`` where they are an index into something of that length, else -1."""
+    valid: IntArray = np.where((values >= 0) & (values < length), values, -1)
+    return valid
