@@ -14,55 +14,93 @@ from typing import Any
 
 import numpy as np
 
+from fuzz.engines.drive import Scheduled
 from fuzz.engines.shadow import Queries, ShadowGroup, Tables, gathers_from_indices, gathers_of_spans
 from fuzz.engines.worker import Batch, Worker
-from invariants.trace import PAD_SLOT, IntArray, Step, Trace, Writes
+from invariants.trace import PAD_SLOT, Admission, IntArray, Step, Trace, Writes
 
 
 class StepRecorder:
     """Follows one case. ``worker`` None: no kernel runs, see ``Trace.kernels``."""
 
-    def __init__(self, trace: Trace, worker: Worker | None) -> None:
+    def __init__(self, trace: Trace, scheduler: Any, worker: Worker | None) -> None:
         self._trace = trace
+        self._scheduler = scheduler
         self._worker = worker
         blocks = trace.geometry.num_blocks
         self._shadows = [ShadowGroup(blocks, group.block_size) for group in trace.groups]
         self._window_group = next(i for i, group in enumerate(trace.groups) if group.kind == "window")
         self._request = {request.id: index for index, request in enumerate(trace.requests)}
-        self._admission: dict[int, int] = {}
+        self._admission: dict[str, int] = {}
         self._seen_tables: dict[tuple[str, int], tuple[list[Any], IntArray]] = {}
+        self._lookups: list[tuple[str, int]] = []
+        self._watch_lookups(scheduler.kv_cache_manager)
 
-    def record(self, index: int, output: Any, scheduler: Any, admitted: int) -> Step:
-        """The step that ``output`` describes. The last ``admitted`` admissions of the trace began in it."""
-        first = len(self._trace.admissions) - admitted
-        for number, life in enumerate(self._trace.admissions[first:], first):
-            self._admission[life.request] = number
+    def _watch_lookups(self, manager: Any) -> None:
+        """Note each adopted hit where vLLM counts it: from what is scheduled it could only be inferred."""
+        count = manager.record_prefix_cache_stats
+
+        def record(request: Any, num_hits: int) -> None:
+            self._lookups.append((request.request_id, num_hits))
+            count(request, num_hits)
+
+        manager.record_prefix_cache_stats = record
+
+    def record(self, scheduled: Scheduled) -> Step:
+        """The step as it stands between scheduling and its output."""
+        output = scheduled.output
+        first_new = len(self._trace.admissions)
+        self._admit(scheduled)
         batch = self._worker.step(output) if self._worker else None
         names = batch.request_ids if batch else list(output.num_scheduled_tokens)
-        request = np.array([self._request[name] for name in names], np.int32)
-        admission = np.array([self._admission[number] for number in request.tolist()], np.int32)
-        scheduled = np.array([output.num_scheduled_tokens[name] for name in names], np.int32)
+        tokens = np.array([output.num_scheduled_tokens[name] for name in names], np.int32)
         # The scheduler has already counted this step's tokens.
-        computed = np.array([scheduler.requests[name].num_computed_tokens for name in names], np.int32) - scheduled
+        counted = np.array([self._scheduler.requests[name].num_computed_tokens for name in names], np.int32)
         step = Step(
-            index=index,
-            request=request,
-            admission=admission,
-            computed=computed,
-            scheduled=scheduled,
+            index=scheduled.index,
+            request=np.array([self._request[name] for name in names], np.int32),
+            admission=np.array([self._admission[name] for name in names], np.int32),
+            computed=counted - tokens,
+            scheduled=tokens,
             prefill=np.zeros(len(names), bool),
             replay_start=np.zeros(len(names), np.int32),
-            tables=self._tables(names, scheduler),
+            tables=self._tables(names),
+            events=scheduled.events,
+            # The driver adds those that end with this step's output.
+            finished=scheduled.finished,
+            preempted=sorted(self._request[name] for name in output.preempted_req_ids or ()),
         )
-        self._follow_blocks(step, output, first)
+        self._follow_blocks(step, output, first_new)
         if batch:
             self._from_worker(step, batch)
         elif names:
             self._from_contract(step)
         return step
 
-    def _tables(self, names: list[str], scheduler: Any) -> list[list[IntArray]]:
-        blocks = [scheduler.kv_cache_manager.get_blocks(name).blocks for name in names]
+    def _admit(self, scheduled: Scheduled) -> None:
+        """The lives that begin in this step, in the order in which the scheduler looked them up."""
+        new = {data.req_id: data for data in scheduled.output.scheduled_new_reqs}
+        for name, hit in self._lookups:
+            if name not in new:
+                continue
+            request = self._scheduler.requests[name]
+            self._admission[name] = len(self._trace.admissions)
+            self._trace.admissions.append(
+                Admission(
+                    step=scheduled.index,
+                    request=self._request[name],
+                    tokens=request.num_tokens,
+                    hit=hit,
+                    replay_start=new[name].replay_start,
+                    computed=new[name].num_computed_tokens,
+                    scheduled=scheduled.output.num_scheduled_tokens[name],
+                    resumed=request.num_preemptions > 0,
+                )
+            )
+        self._lookups.clear()
+
+    def _tables(self, names: list[str]) -> list[list[IntArray]]:
+        blocks = [self._scheduler.kv_cache_manager.get_blocks(name).blocks for name in names]
         return [
             [self._table(name, group, of_request[group]) for name, of_request in zip(names, blocks, strict=True)]
             for group in range(len(self._shadows))

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""Drives vLLM's Scheduler through a case: requests as they arrive, events, a step, a token for whoever is due one.
+
+There is no model: the next token is a fixed function of all tokens so far, so that equal prompts get equal outputs, as
+greedy decoding gives. Nothing is recorded here; ``record.py`` looks on.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from fuzz.case import FIRST_TOKEN, TOKENS, Case, Event
+
+IDLE_STEPS = 8
+"""Consecutive steps in which nothing is scheduled although requests wait: a hang."""
+
+
+class Hung(Exception):
+    """The scheduler stopped making progress; the message says who waits."""
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """One step, between scheduling and its output."""
+
+    index: int
+    output: Any
+    """vLLM's SchedulerOutput."""
+    events: list[str]
+    """Kinds of the events that took effect before the step."""
+    finished: list[int] = field(default_factory=list)
+    """Requests (indices in the case) aborted before the step; those that end with its output join after it."""
+
+
+class Driver:
+    """One case on one Scheduler, which must be new."""
+
+    def __init__(self, case: Case, scheduler: Any, hasher: Any) -> None:
+        self.scheduler = scheduler
+        self.outputs: list[list[int]] = [[] for _ in case.requests]
+        self.ends: list[Literal["length", "abort"] | None] = [None] * len(case.requests)
+        self.metrics = {"prefix_cache_queries": 0, "prefix_cache_hits": 0, "preempted_hits": 0}
+        self.step = 0
+        self.prompts = [request.tokens() for request in case.requests]
+        self._case = case
+        self._hasher = hasher
+        self._index = {request.id: index for index, request in enumerate(case.requests)}
+        self._live: dict[str, Any] = {}
+        self._seen = [zlib.crc32(prompt.tobytes()) for prompt in self.prompts]
+
+    def run(self) -> Iterator[Scheduled]:
+        """The steps, to the end of the case. Raises ``Hung``, and whatever vLLM raises."""
+        arrivals = sorted(self._case.requests, key=lambda request: request.arrive, reverse=True)
+        idle = 0
+        while arrivals or self._live:
+            if not self._live:
+                self.step = max(self.step, arrivals[-1].arrive)
+            while arrivals and arrivals[-1].arrive <= self.step:
+                self._add(arrivals.pop().id)
+            scheduled = Scheduled(self.step, None, [])
+            self._apply_events(scheduled)
+            scheduled.output = self.scheduler.schedule()
+            yield scheduled
+            self._sample(scheduled)
+            idle = 0 if scheduled.output.total_num_scheduled_tokens or arrivals else idle + 1
+            if idle == IDLE_STEPS:
+                raise Hung(f"nothing was scheduled in {idle} steps while {', '.join(self._live)} waited")
+            self.step += 1
+
+    def _add(self, name: str) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        index = self._index[name]
+        max_tokens = self._case.requests[index].max_tokens
+        self._live[name] = Request(
+            request_id=name,
+            prompt_token_ids=self.prompts[index].tolist(),
+            sampling_params=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+        self.scheduler.add_request(self._live[name])
+
+    def _apply_events(self, scheduled: Scheduled) -> None:
+        for event in self._case.events:
+            if event.step == scheduled.index and self._apply(event):
+                scheduled.events.append(event.kind)
+                if event.kind == "abort" and event.request is not None:
+                    self._end(event.request, "abort", scheduled)
+
+    def _apply(self, event: Event) -> bool:
+        """Do what the event says through vLLM's own entry points; False if it does not apply now."""
+        if event.kind == "reset_prefix_cache":
+            return bool(self.scheduler.reset_prefix_cache())
+        if event.kind == "drop_blocks":
+            pool = self.scheduler.kv_cache_manager.block_pool
+            pool.evict_blocks({block.block_id for block in pool.blocks if block.ref_cnt == 0 and block.block_hash})
+            return True
+        request = self._live.get(event.request or "")
+        if request is None:
+            return False
+        if event.kind == "abort":
+            from vllm.v1.request import RequestStatus
+
+            self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+            return True
+        if request not in self.scheduler.running:
+            return False
+        # As Scheduler.reset_prefix_cache(reset_running_requests=True) does it, for one request.
+        self.scheduler.running.remove(request)
+        self.scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        self.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        return True
+
+    def _sample(self, scheduled: Scheduled) -> None:
+        """Hand the scheduler the next token of every request whose known tokens are all computed."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        names = list(scheduled.output.num_scheduled_tokens)
+        requests = [self._live[name] for name in names]
+        due = [request.num_computed_tokens >= request.num_tokens for request in requests]
+        result = self.scheduler.update_from_output(
+            scheduled.output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: row for row, name in enumerate(names)},
+                sampled_token_ids=[
+                    [self._next_token(name)] if is_due else [] for name, is_due in zip(names, due, strict=True)
+                ],
+                logprobs=None,
+                prompt_logprobs_dict={},
+                pooler_output=[],
+            ),
+        )
+        self._count(result)
+        for name in names:
+            if name not in self.scheduler.requests:
+                self._end(name, "length", scheduled)
+
+    def _next_token(self, name: str) -> int:
+        index = self._index[name]
+        token = FIRST_TOKEN + self._seen[index] % TOKENS
+        self._seen[index] = zlib.crc32(np.int32(token).tobytes(), self._seen[index])
+        self.outputs[index].append(token)
+        return token
+
+    def _end(self, name: str, how: Literal["length", "abort"], scheduled: Scheduled) -> None:
+        self.ends[self._index[name]] = how
+        scheduled.finished.append(self._index[name])
+        del self._live[name]
+
+    def _count(self, outputs: dict[int, Any]) -> None:
+        for output in outputs.values():
+            stats = output.scheduler_stats and output.scheduler_stats.prefix_cache_stats
+            if stats:
+                self.metrics["prefix_cache_queries"] += stats.queries
+                self.metrics["prefix_cache_hits"] += stats.hits
+                self.metrics["preempted_hits"] += stats.preempted_hits
