@@ -6,8 +6,8 @@ Lengths are not uniform: each is an anchor (so many windows, blocks and chunks) 
 breaks where boundaries meet. A draw is a few small choices, turned into a case by plain code, so that cases are cheap
 to make and shrink one choice at a time: towards one short request, no event, equal sizes and a roomy pool.
 
-Relied upon: vLLM admits a request only when all of it fits, so a pool that holds each request alone (``blocks_needed``)
-lets every case end; hits end on multiples of lcm(block sizes).
+Relied upon: a pool that holds each request alone (``blocks_needed``) lets every case end; hits end on multiples of
+lcm(block sizes).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, lcm
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -23,9 +23,12 @@ from hypothesis.strategies import SearchStrategy
 from fuzz.case import Case, Event, EventKind, Request, Slice
 from invariants.trace import Geometry
 
+Anchor = tuple[int, int, int]
+"""A length: so many windows, hit units and chunks."""
+
 
 class Sizes(NamedTuple):
-    """What lengths are anchored to, in tokens."""
+    """A window and its blocks, in tokens."""
 
     window: int
     block_size: int
@@ -47,6 +50,8 @@ class Profile:
     """Prefill chunks to choose from, as (windows, hit units); (0, 0) is ``chunk``."""
     chunk: int
     """The usual, and largest, chunk."""
+    anchors: tuple[Anchor, ...]
+    """Lengths to choose from, of prompts and of shared prefixes."""
     requests: int
     outputs: tuple[int, ...]
     """Output lengths to choose from."""
@@ -66,6 +71,14 @@ def replay_start_can_be_null(sizes: Sizes) -> bool:
     """
     return (sizes.window - 1) % sizes.swa_block_size == 0
 
+
+# A hit one unit above the window is the first that is adopted, so most lengths are just above that.
+_SHORT: Final[tuple[Anchor, ...]] = (
+    (1, 2, 0), (1, 1, 0), (1, 3, 0), (1, 0, 0), (2, 1, 0), (1, 2, 0), (0, 0, 1), (1, 0, 1), (0, 0, 2),
+)  # fmt: skip
+_LONG: Final[tuple[Anchor, ...]] = (
+    (1, 2, 0), (1, 1, 0), (0, 1, 1), (0, 0, 1), (0, -1, 1), (0, 0, 2), (1, 0, 1), (0, 0, 3), (0, 0, 4),
+)  # fmt: skip
 
 SMALL_SIZES: Final = tuple(
     Sizes(window, block, swa)
@@ -91,19 +104,21 @@ PROFILES: Final[dict[str, Profile]] = {
     "small": Profile(
         title="tiny windows and blocks: most bugs live here and cases are cheap",
         sizes=st.sampled_from(SMALL_SIZES),
-        chunks=((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (0, 0), (1, 0)),
+        chunks=((0, 0), (1, 0), (0, 1), (1, 1), (0, 1), (1, 0), (0, 2)),
         chunk=32,
-        requests=6,
+        anchors=_SHORT,
+        requests=8,
         outputs=(1, 2, 1, 5, 9),
         prompt=60,
         tokens=130,
-        steps=16,
+        steps=20,
     ),
     "dsv41": Profile(
         title="DeepSeek-V4.1: window 128, blocks of 32 and 128, chunk 2048, prompts to 8k",
         sizes=st.sampled_from([Sizes(128, block, 32) for block in (128, 128, 32, 64, 256)]),
         chunks=((0, 0), (0, 0), (0, 0), (4, 0), (1, 0), (1, 1)),
         chunk=2048,
+        anchors=_LONG,
         requests=8,
         outputs=(1, 2, 8, 33),
         prompt=8192,
@@ -113,9 +128,10 @@ PROFILES: Final[dict[str, Profile]] = {
     "wild": Profile(
         title="any geometry: window no multiple of the block, blocks that do not divide one another",
         sizes=_wild_sizes(),
-        chunks=((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (0, 0), (1, 0)),
+        chunks=((0, 0), (1, 0), (0, 1), (1, 1), (0, 1), (1, 0), (0, 2)),
         chunk=96,
-        requests=6,
+        anchors=_SHORT,
+        requests=8,
         outputs=(1, 2, 1, 5, 17),
         prompt=240,
         tokens=600,
@@ -124,44 +140,52 @@ PROFILES: Final[dict[str, Profile]] = {
 }
 
 _DELTAS: Final = (0, -1, 1)
-# (windows, hit units, chunks). A hit one unit above the window is the first that is adopted, so most are near it.
-_ANCHORS: Final = (
-    (1, 1, 0), (1, 2, 0), (1, 0, 0), (0, 1, 0), (1, 3, 0), (2, 1, 0), (0, 2, 0), (0, 0, 1), (1, 0, 1), (0, 0, 2),
-)  # fmt: skip
-_RELATIONS: Final = ("prefix", "same", "prefix", "extend", "fresh", "prefix", "shifted")
-_TAILS: Final = ("one", "none", "align", "unit", "align+1", "align-1", "window", "two", "chunk")
+_TAILS: Final = ("one", "align", "unit", "none", "align+1", "align-1", "window", "two", "chunk")
 _ARRIVALS: Final = ("after", "together", "next", "after", "soon")
 _THRESHOLDS: Final = ("off", "off", "off", "off", "unit", "window", "chunk-1")
-_EVENTS: Final[tuple[EventKind, ...]] = ("preempt", "abort", "reset_prefix_cache", "drop_blocks", "preempt")
+_EVENTS: Final[tuple[EventKind, ...]] = ("preempt", "abort", "reset_prefix_cache", "drop_blocks", "preempt", "abort")
+_DELAYS: Final = (1, 2, 3, 1, 5)
 _ROOMY: Final = -1
-_SLACKS: Final = (_ROOMY, _ROOMY, 0, 1, 2, 4)
+_SLACKS: Final = (_ROOMY, 0, 2, 1, 4, 0)
 
 
 class _Draw(NamedTuple):
     """The choices that become one request."""
 
-    anchor: tuple[int, int, int]
-    delta: int
-    tail: str
     relation: str
+    """What it shares with an earlier request."""
     parent: int
+    """Which one: 0 the first, 1 the second, -1 the last."""
     arrival: str
     output: int
+    anchor: Anchor = (0, 0, 0)
+    delta: int = 0
+    tail: str = "none"
+
+
+def _request_draws(limits: Profile) -> tuple[SearchStrategy[tuple[Any, ...]], SearchStrategy[tuple[Any, ...]]]:
+    """What ``_Draw`` is made of: for the first request and for a later one. Each relation draws only what it needs,
+    or Hypothesis would run many a case twice."""
+    head = (st.sampled_from((0, -1, 1)), st.sampled_from(_ARRIVALS), st.sampled_from(limits.outputs))
+    length = (st.sampled_from(limits.anchors), st.sampled_from(_DELTAS))
+    tail = st.sampled_from(_TAILS)
+    prefix = st.tuples(st.just("prefix"), *head, *length, tail)
+    later = st.one_of(
+        prefix,
+        st.tuples(st.just("same"), *head),
+        prefix,
+        st.tuples(st.just("extend"), *head, st.just((0, 0, 0)), st.just(0), tail),
+        st.tuples(st.just("fresh"), st.just(0), *head[1:], *length),
+        st.tuples(st.just("shifted"), *head),
+    )
+    return st.tuples(st.just("fresh"), st.just(0), st.just("after"), head[2], *length), later
 
 
 def cases(profile: str) -> SearchStrategy[Case]:
     """Cases of a profile in ``PROFILES``. Raises ``KeyError``."""
     limits = PROFILES[profile]
-    request = st.tuples(
-        st.sampled_from(_ANCHORS),
-        st.sampled_from(_DELTAS),
-        st.sampled_from(_TAILS),
-        st.sampled_from(_RELATIONS),
-        st.integers(0, limits.requests - 2),
-        st.sampled_from(_ARRIVALS),
-        st.sampled_from(limits.outputs),
-    )
-    event = st.tuples(st.sampled_from(_EVENTS), st.integers(0, limits.requests - 1), st.integers(1, 6))
+    first, later = _request_draws(limits)
+    event = st.tuples(st.sampled_from(_EVENTS), st.integers(0, 2), st.sampled_from(_DELAYS))
     return st.builds(
         _build,
         st.just(limits),
@@ -169,7 +193,8 @@ def cases(profile: str) -> SearchStrategy[Case]:
         st.sampled_from(limits.chunks),
         st.sampled_from(_DELTAS),
         st.sampled_from(_THRESHOLDS),
-        st.lists(request, min_size=1, max_size=limits.requests),
+        first,
+        st.lists(later, max_size=limits.requests - 1),
         st.lists(event, max_size=2),
         st.sampled_from((8, 8, 8, 2, 1)),
         st.sampled_from(_SLACKS),
@@ -183,7 +208,8 @@ def _build(
     chunk_anchor: tuple[int, int],
     chunk_delta: int,
     threshold_kind: str,
-    draws: Sequence[tuple[tuple[int, int, int], int, str, str, int, str, int]],
+    first: tuple[Any, ...],
+    later: Sequence[tuple[Any, ...]],
     event_draws: Sequence[tuple[EventKind, int, int]],
     max_num_seqs: int,
     slack: int,
@@ -194,7 +220,7 @@ def _build(
     chunk = windows * sizes.window + units * sizes.hit_unit or limits.chunk
     chunk = max(1, min(chunk + chunk_delta, limits.chunk))
     threshold = {"off": 0, "unit": sizes.hit_unit, "window": sizes.window, "chunk-1": chunk - 1}[threshold_kind]
-    requests = _requests(limits, sizes, chunk, threshold, [_Draw(*draw) for draw in draws])
+    requests = _requests(limits, sizes, chunk, threshold, [_Draw(*draw) for draw in (first, *later)])
     geometry = Geometry(
         window=sizes.window,
         block_size=sizes.block_size,
@@ -208,21 +234,19 @@ def _build(
     return Case(geometry=geometry, requests=tuple(requests), events=_events(event_draws, requests))
 
 
-def blocks_needed(sizes: Sizes, chunk: int, tokens: int, longest: int) -> int:
-    """Blocks, of both groups, that a request of ``tokens`` needs to run alone.
+def blocks_needed(sizes: Sizes, chunk: int, tokens: int) -> int:
+    """Blocks, of both groups, that a request of ``tokens`` tokens, output included, needs to run alone.
 
-    ``longest`` is the longest request of the case (vLLM's max_model_len). As vLLM counts before it admits a request:
-    window blocks are handed back while it runs, so it holds those of a window and a chunk, and one for not being
-    aligned.
+    As vLLM counts before it starts: window blocks are handed back while a request runs, so it holds those of a window
+    and a chunk, and one for not being aligned.
     """
-    held = ceil(min(sizes.window - 1 + chunk, longest) / sizes.swa_block_size) + 1
-    return ceil(tokens / sizes.block_size) + min(ceil(tokens / sizes.swa_block_size), held)
+    held = min(sizes.window - 1 + chunk, tokens)
+    return ceil(tokens / sizes.block_size) + ceil(held / sizes.swa_block_size) + 1
 
 
 def _pool(sizes: Sizes, chunk: int, requests: Sequence[Request], slack: int) -> int:
-    """Blocks without the null block: room for all requests at once, or ``slack`` more than the largest one needs."""
-    totals = [len(request) + request.max_tokens for request in requests]
-    needs = [blocks_needed(sizes, chunk, total, max(totals)) for total in totals]
+    """Blocks without the null block: room for all requests at once, or ``slack`` more than the longest one needs."""
+    needs = [blocks_needed(sizes, chunk, len(request) + request.max_tokens) for request in requests]
     return sum(needs) if slack == _ROOMY else max(needs) + slack
 
 
@@ -248,16 +272,15 @@ def _requests(limits: Profile, sizes: Sizes, chunk: int, threshold: int, draws: 
 def _prompt(sizes: Sizes, chunk: int, draw: _Draw, index: int, earlier: Sequence[Request]) -> tuple[Slice, ...]:
     """A prompt that shares with an earlier request's what the relation says, then goes its own way."""
     windows, units, chunks = draw.anchor
-    unit = sizes.hit_unit
-    depth = max(1, windows * sizes.window + units * unit + chunks * chunk + draw.delta)
-    parent = earlier[draw.parent % index].prompt if index else ()
-    if not parent or draw.relation == "fresh":
-        return ((f"s{index}", 0, depth + _tail(draw.tail, sizes, chunk, depth)),)
+    length = max(1, windows * sizes.window + units * sizes.hit_unit + chunks * chunk + draw.delta)
+    if draw.relation == "fresh":
+        return ((f"s{index}", 0, length),)
+    parent = earlier[min(draw.parent, index - 1)].prompt
     if draw.relation == "same":
         return parent
     if draw.relation == "shifted":
-        return _cut(parent, 1, depth + 1) or parent
-    shared = parent if draw.relation == "extend" else _cut(parent, 0, depth)
+        return _cut(parent, 1, _length(parent)) or parent
+    shared = parent if draw.relation == "extend" else _cut(parent, 0, length)
     tail = _tail(draw.tail, sizes, chunk, _length(shared))
     return (*shared, (f"t{index}", 0, tail)) if tail else shared
 
@@ -295,10 +318,10 @@ def _cut(prompt: Sequence[Slice], start: int, stop: int) -> tuple[Slice, ...]:
 
 
 def _events(draws: Sequence[tuple[EventKind, int, int]], requests: Sequence[Request]) -> tuple[Event, ...]:
-    """Events that tend to apply: a request's own just after its arrival, the cache's just before it."""
+    """Events that tend to matter: a request's own just after its arrival, the cache's just before a later one's."""
     events = []
     for kind, who, delay in draws:
-        request = requests[who % len(requests)]
+        request = requests[-1 - who % max(1, len(requests) - 1)]
         if kind in ("preempt", "abort"):
             events.append(Event(step=request.arrive + delay, kind=kind, request=request.id))
         else:
