@@ -8,7 +8,8 @@ To add one: a function in a file of its own (or of its family), and a line in ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from invariants.faults import no_fault
 from invariants.gather import gather_floor, gather_live, gather_window
@@ -16,7 +17,7 @@ from invariants.gating import gating
 from invariants.hits import hit_count
 from invariants.progress import progress
 from invariants.trace import Trace, Violation
-from invariants.view import View
+from invariants.view import EXAMPLES, View
 from invariants.writes import write_fence
 
 INVARIANTS: dict[str, Callable[[View], Iterable[Violation]]] = {
@@ -32,6 +33,17 @@ INVARIANTS: dict[str, Callable[[View], Iterable[Violation]]] = {
 
 
 def judge(trace: Trace) -> list[Violation]:
-    """What every invariant finds, in the registry's order; of many alike a few, the last one saying how many more."""
+    """What every invariant finds, in the registry's order; a few for each site, the last one saying how many more."""
     view = View(trace)
-    return [violation for invariant in INVARIANTS.values() for violation in invariant(view)]
+    return [violation for invariant in INVARIANTS.values() for violation in _few(invariant(view))]
+
+
+def _few(found: Iterable[Violation]) -> Iterator[Violation]:
+    sites: dict[str, list[Violation]] = {}
+    for violation in found:
+        sites.setdefault(violation.site, []).append(violation)
+    for site in sites.values():
+        more = len(site) - EXAMPLES
+        yield from site[: EXAMPLES - 1]
+        for last in site[EXAMPLES - 1 : EXAMPLES]:
+            yield replace(last, message=f"{last.message} ({more} more at this site)") if more > 0 else last

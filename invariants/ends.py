@@ -48,23 +48,24 @@ def lives(view: View, tokens: IntArray) -> Iterator[Violation]:
 def ends(view: View) -> Iterator[Violation]:
     """Every request ends, once, and with all its tokens unless it was aborted or refused; then every block is free."""
     trace = view.trace
-    listed: list[list[int]] = [[] for _ in trace.requests]
+    listed: dict[int, list[int]] = {}
     for index, step in enumerate(trace.steps):
         for number in step.finished:
-            listed[number].append(index)
+            listed.setdefault(number, []).append(index)
     for number, request in enumerate(trace.requests):
         rows = np.flatnonzero(view.request == number)
-        yield from _end(request, listed[number], int(view.step[rows[-1]]) if len(rows) else -1)
+        yield from _end(request, listed.get(number, []), int(view.step[rows[-1]]) if len(rows) else -1)
     yield from _final(view)
 
 
 def _preemptions(view: View, starts: list[list[int]]) -> Iterator[Violation]:
     """The n-th preemption ends the n-th life before the next begins; the last life may have none."""
-    stops: list[list[int]] = [[] for _ in starts]
+    stops: dict[int, list[int]] = {}
     for step in view.trace.steps:
         for number in step.preempted:
-            stops[number].append(step.index)
-    for number, (begun, ended) in enumerate(zip(starts, stops, strict=True)):
+            stops.setdefault(number, []).append(step.index)
+    for number, begun in enumerate(starts):
+        ended = stops.get(number, [])
         fits = len(begun) - 1 <= len(ended) <= len(begun)
         fits &= all(begin < end for begin, end in zip(begun, ended, strict=False))
         fits &= all(end <= begin for end, begin in zip(ended, begun[1:], strict=False))

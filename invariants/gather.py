@@ -24,79 +24,45 @@ def gather_floor(view: View) -> Iterator[Violation]:
     for reads in view.reads:
         floor = view.floor[reads.row]
         for run, more in examples((reads.first < floor) & (reads.last >= reads.first) & (reads.row >= 0)):
-            yield Violation(
-                "gather-floor",
-                f"{reads.consumer} reads [{reads.first[run]}, {reads.last[run]}] for the query at "
-                f"{reads.position[run]}, but the request's window KV starts at replay_start {floor[run]}{more}",
-                expected=f"first position >= {floor[run]}",
-                seen=str(reads.first[run]),
-                position=int(reads.position[run]),
-                site=reads.consumer,
-                **view.where(int(reads.row[run])),
-            )
+            message = f"{_run(reads, run)}, but the request's window KV starts at replay_start {floor[run]}{more}"
+            at = reads.row[run], reads.position[run]
+            expected = f"first position >= {floor[run]}"
+            yield view.violation("gather-floor", reads.consumer, at, message, expected, reads.first[run])
         floor = view.floor[reads.cell_row]
         for cell, more in examples((reads.cell_position < floor) & (reads.cell_row >= 0)):
-            yield Violation(
-                "gather-floor",
-                f"{reads.consumer} reads slot {reads.cell_slot[cell]} for position {reads.cell_position[cell]}, but "
-                f"the request's window KV starts at replay_start {floor[cell]}{more}",
-                expected=f"position >= {floor[cell]}",
-                seen=str(reads.cell_position[cell]),
-                position=int(reads.cell_position[cell]),
-                site=reads.consumer,
-                **view.where(int(reads.cell_row[cell])),
-            )
+            message = f"{_cell(reads, cell)}, but the request's window KV starts at replay_start {floor[cell]}{more}"
+            at = reads.cell_row[cell], reads.cell_position[cell]
+            expected = f"position >= {floor[cell]}"
+            yield view.violation("gather-floor", reads.consumer, at, message, expected, reads.cell_position[cell])
 
 
 def gather_window(view: View) -> Iterator[Violation]:
-    """Each query gathers exactly [max(replay_start, pos-W+1), pos], each row what all its queries do, and only once."""
+    """Each query gathers exactly [max(replay_start, pos-W+1), pos], each row what its queries do, and only once."""
     if len(view.queries) and not any(reads.per == "query" for reads in view.reads):
-        yield Violation(
-            "gather-window",
-            f"no consumer reads a window for any of the {len(view.queries)} scheduled tokens",
-            expected="a run for each of them",
-            seen="none",
-            site="consumers",
-        )
+        message = f"no consumer reads a window for any of the {len(view.queries)} scheduled tokens"
+        yield Violation("gather-window", message, expected="a run for each", seen="none", site="consumers")
     for reads in view.reads:
-        missing, surplus = _runs(view, reads)
+        missing, surplus = _unmatched(view, reads)
         for query, more in examples(missing):
-            row, position = unkey(query)
-            yield Violation(
-                "gather-window",
-                f"{reads.consumer} reads nothing for the query at {position}{more}",
-                expected="one run",
-                seen="none",
-                position=position,
-                site=reads.consumer,
-                **view.where(row),
-            )
+            at = unkey(query)
+            message = f"{reads.consumer} reads nothing for the query at {at[1]}{more}"
+            yield view.violation("gather-window", reads.consumer, at, message, "one run", "none")
         for run, more in examples(surplus):
-            yield Violation(
-                "gather-window",
-                f"{reads.consumer} reads [{reads.first[run]}, {reads.last[run]}] for position {reads.position[run]}, "
-                f"which is no query of a row it reads for, or is read for a second time: a window with a hole or a "
-                f"repeat comes as several runs{more}",
-                expected="one run a query",
-                seen="one too many",
-                position=int(reads.position[run]),
-                site=reads.consumer,
-                **view.where(int(reads.row[run])),
+            message = (
+                f"{_run(reads, run)}, which is no query of the row, or has a run already: a window with a hole or a "
+                f"repeat comes as several runs{more}"
             )
+            at = reads.row[run], reads.position[run]
+            yield view.violation("gather-window", reads.consumer, at, message, "one run a query", "one too many")
         first, last = _bounds(view, reads)
         wrong = ((reads.first != first) | (reads.last != last)) & (reads.row >= 0)
         wrong[surplus] = False
         for run, more in examples(wrong):
-            yield Violation(
-                "gather-window",
-                f"{reads.consumer} reads the wrong window for the query at {reads.position[run]} (W = "
-                f"{view.trace.geometry.window}, replay_start {view.floor[reads.row[run]]}){more}",
-                expected=f"[{first[run]}, {last[run]}]",
-                seen=f"[{reads.first[run]}, {reads.last[run]}]",
-                position=int(reads.position[run]),
-                site=reads.consumer,
-                **view.where(int(reads.row[run])),
-            )
+            floor = view.floor[reads.row[run]]
+            message = f"{_run(reads, run)}; W = {view.trace.geometry.window}, replay_start {floor}{more}"
+            at = reads.row[run], reads.position[run]
+            expected, seen = f"[{first[run]}, {last[run]}]", f"[{reads.first[run]}, {reads.last[run]}]"
+            yield view.violation("gather-window", reads.consumer, at, message, expected, seen)
 
 
 def gather_live(view: View) -> Iterator[Violation]:
@@ -108,91 +74,85 @@ def gather_live(view: View) -> Iterator[Violation]:
         yield from _uncovered(view, reads)
         row, position, slot = reads.cell_row, reads.cell_position, reads.cell_slot
         block = table.block(row, position)
-        real = block > NULL_BLOCK
-        misplaced = real & (slot != block * table.block_size + position % table.block_size)
-        for cell, more in examples(~real | misplaced):
-            what = _block_name(int(block[cell]))
-            yield Violation(
-                "gather-live",
-                f"{reads.consumer} reads slot {slot[cell]} for position {position[cell]}, where the window group's "
-                f"block table has {what}{more}",
-                expected=f"slot {block[cell] * table.block_size + position[cell] % table.block_size}"
-                if real[cell]
-                else "a position whose block is allocated",
-                seen=f"slot {slot[cell]}",
-                position=int(position[cell]),
-                site=reads.consumer,
-                **view.where(int(row[cell])),
-            )
+        absent = block <= NULL_BLOCK
+        for cell, more in examples(absent):
+            what = "the null block" if block[cell] == NULL_BLOCK else "no block"
+            message = f"{_cell(reads, cell)}, where the window group's block table has {what}{more}"
+            site, at = f"{reads.consumer}, {what}", (row[cell], position[cell])
+            yield view.violation("gather-live", site, at, message, "a position whose block is allocated", what)
+        wanted = block * table.block_size + position % table.block_size
+        misplaced = ~absent & (slot != wanted)
+        for cell, more in examples(misplaced):
+            message = f"{_cell(reads, cell)}, where the window group's block table has block {block[cell]}{more}"
+            at = row[cell], position[cell]
+            seen = f"slot {slot[cell]}"
+            yield view.violation("gather-live", reads.consumer, at, message, f"slot {wanted[cell]}", seen)
         own = (reads.cell_writer == view.admission[row]) & (reads.cell_written == position)
-        stale = real & ~misplaced & ~own
+        stale = ~absent & ~misplaced & ~own
         if stale.any():
             stale &= ~_inherited(view, reads, stale)
         for cell, more in examples(stale):
-            yield Violation(
-                "gather-live",
-                f"{reads.consumer} reads slot {slot[cell]} for position {position[cell]}, which "
-                f"{_writer_name(view.trace, reads, cell)}{more}",
-                expected=f"written by admission {view.admission[row[cell]]} for position {position[cell]}",
-                seen=f"admission {reads.cell_writer[cell]}, position {reads.cell_written[cell]}",
-                position=int(position[cell]),
-                site=reads.consumer,
-                **view.where(int(row[cell])),
-            )
+            message = f"{_cell(reads, cell)}, which {_writer(view.trace, reads, cell)}{more}"
+            at = row[cell], position[cell]
+            expected = f"written by admission {view.admission[row[cell]]} for position {position[cell]}"
+            seen = f"admission {reads.cell_writer[cell]}, position {reads.cell_written[cell]}"
+            yield view.violation("gather-live", f"{reads.consumer}, stale", at, message, expected, seen)
 
 
-def _runs(view: View, reads: Reads) -> tuple[IntArray, IntArray]:
+def _run(reads: Reads, run: int) -> str:
+    what = "query" if reads.per == "query" else "chunk"
+    span = f"[{reads.first[run]}, {reads.last[run]}]"
+    return f"{reads.consumer} reads {span} for the {what} at {reads.position[run]}"
+
+
+def _cell(reads: Reads, cell: int) -> str:
+    return f"{reads.consumer} reads slot {reads.cell_slot[cell]} for position {reads.cell_position[cell]}"
+
+
+def _writer(trace: Trace, reads: Reads, cell: int) -> str:
+    writer, written = int(reads.cell_writer[cell]), int(reads.cell_written[cell])
+    if not 0 <= writer < len(trace.admissions):
+        return "nobody has written since its block was handed out"
+    name = trace.requests[trace.admissions[writer].request].id
+    return f"was last written by request {name} (admission {writer}) for position {written}"
+
+
+def _unmatched(view: View, reads: Reads) -> tuple[IntArray, IntArray]:
     """Keys of queries without a run, and indices of runs too many."""
     keys = key(reads.row, reads.position)
     if reads.per == "query":
         return compare(keys, view.queries)
-    first_queries = key(np.arange(len(view.computed)), view.computed)
-    missing, surplus = compare(keys, first_queries)
-    must = view.scheduled > 1
-    return missing[must[missing >> 32]] if len(missing) else missing, surplus
+    missing, surplus = compare(keys, key(np.arange(len(view.computed)), view.computed))
+    return missing[[view.scheduled[unkey(number)[0]] > 1 for number in missing]], surplus
 
 
 def _bounds(view: View, reads: Reads) -> tuple[IntArray, IntArray]:
     """[runs] first and last position that the contract has for each run."""
     first = window_first(reads.position, view.floor[reads.row], view.trace.geometry.window)
     last = reads.position if reads.per == "query" else reads.position + view.scheduled[reads.row] - 1
-    return np.maximum(first, 0), last
+    return first, last
 
 
 def _uncovered(view: View, reads: Reads) -> Iterator[Violation]:
     """Positions in the runs that have no cell, or two: what was read there would go unjudged."""
     first, last = _bounds(view, reads)
-    missing, surplus = _runs(view, reads)
-    if len(missing) or len(surplus) or (first != reads.first).any() or (last != reads.last).any():
+    unmatched = sum(map(len, _unmatched(view, reads)))
+    if unmatched or not np.array_equal(first, reads.first) or not np.array_equal(last, reads.last):
         return  # gather-window's business; cells follow the runs
     rows = np.unique(reads.row)
-    low = np.maximum(window_first(view.computed[rows], view.floor[rows], view.trace.geometry.window), 0)
+    low = window_first(view.computed[rows], view.floor[rows], view.trace.geometry.window)
     count = view.computed[rows] + view.scheduled[rows] - low
     row = np.repeat(rows, count)
     position = np.arange(len(row)) + np.repeat(low - (np.cumsum(count) - count), count)
     missing, surplus = compare(key(reads.cell_row, reads.cell_position), key(row, position))
-    for cell, more in examples(missing):
-        at, pos = unkey(cell)
-        yield Violation(
-            "gather-live",
-            f"{reads.consumer} reads position {pos}, but no slot is known for it{more}",
-            expected="one slot",
-            seen="none",
-            position=pos,
-            site=reads.consumer,
-            **view.where(at),
-        )
-    for index, more in examples(surplus):
-        yield Violation(
-            "gather-live",
-            f"{reads.consumer} reads slot {reads.cell_slot[index]} for position {reads.cell_position[index]}, which no "
-            f"run covers or another slot stands for already{more}",
-            expected="one slot for each position read",
-            seen="one too many",
-            position=int(reads.cell_position[index]),
-            site=reads.consumer,
-            **view.where(int(reads.cell_row[index])),
-        )
+    for number, more in examples(missing):
+        at = unkey(number)
+        message = f"{reads.consumer} reads position {at[1]}, but no slot is known for it{more}"
+        yield view.violation("gather-live", f"{reads.consumer}, cells", at, message, "one slot", "none")
+    for cell, more in examples(surplus):
+        message = f"{_cell(reads, cell)}, which no run covers, or which has another slot already{more}"
+        at = reads.cell_row[cell], reads.cell_position[cell]
+        yield view.violation("gather-live", f"{reads.consumer}, cells", at, message, "one slot", "one too many")
 
 
 def _inherited(view: View, reads: Reads, candidates: BoolArray) -> BoolArray:
@@ -214,26 +174,10 @@ def _inherited(view: View, reads: Reads, candidates: BoolArray) -> BoolArray:
 def _reach(trace: Trace, reader: int, writer: int) -> int:
     """Positions from the start whose window KV one life may have adopted from another."""
     life = trace.admissions[reader]
-    return min(life.hit, _common(trace, life.request, trace.admissions[writer].request))
-
-
-def _common(trace: Trace, one: int, other: int) -> int:
-    """Tokens that two requests have in common from the start."""
-    a, b = (np.concatenate([trace.requests[i].prompt, np.asarray(trace.requests[i].output, int)]) for i in (one, other))
-    shorter = min(len(a), len(b))
-    differ = np.flatnonzero(a[:shorter] != b[:shorter])
-    return int(differ[0]) if len(differ) else shorter
-
-
-def _block_name(block: int) -> str:
-    if block < 0:
-        return "no block"
-    return "the null block" if block == NULL_BLOCK else f"block {block}"
-
-
-def _writer_name(trace: Trace, reads: Reads, cell: int) -> str:
-    writer, written = int(reads.cell_writer[cell]), int(reads.cell_written[cell])
-    if not 0 <= writer < len(trace.admissions):
-        return "nobody has written since its block was handed out"
-    life = trace.admissions[writer]
-    return f"was last written by request {trace.requests[life.request].id} (admission {writer}) for position {written}"
+    one, other = (
+        np.concatenate([trace.requests[number].prompt, np.asarray(trace.requests[number].output, np.int64)])
+        for number in (life.request, trace.admissions[writer].request)
+    )
+    shorter = min(len(one), len(other))
+    differ = np.flatnonzero(one[:shorter] != other[:shorter])
+    return min(life.hit, int(differ[0]) if len(differ) else shorter)

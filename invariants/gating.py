@@ -14,6 +14,9 @@ def gating(view: View) -> Iterator[Violation]:
     """On: the window is out of the prefix cache and W tokens are replayed. Off: neither (CONTRACT 1, 3)."""
     trace = view.trace
     on = "on" if view.replay else "off"
+    if view.replay and not trace.geometry.replay:
+        message = "replay is expected to be on, though it was not asked for"
+        yield Violation("gating", message, expected="off", seen="on", site="replay_expected")
     kinds = {group.kind for group in trace.groups}
     for kind in ("cacheable", "window"):
         if kind not in kinds:
@@ -51,15 +54,9 @@ def _no_replay(view: View, groups: list[Group]) -> Iterator[Violation]:
             continue
         stores = view.stores(index)
         for token, more in examples(stores.slot == PAD_SLOT):
-            yield Violation(
-                "gating",
-                f"replay is off, but token {stores.position[token]} writes nothing into cacheable group {index}{more}",
-                expected="a slot",
-                seen=f"slot {PAD_SLOT}",
-                position=int(stores.position[token]),
-                site=f"group {index}",
-                **view.where(int(stores.row[token])),
-            )
+            at = stores.row[token], stores.position[token]
+            message = f"replay is off, but token {at[1]} writes nothing into cacheable group {index}{more}"
+            yield view.violation("gating", f"group {index}", at, message, "a slot", f"slot {PAD_SLOT}")
 
 
 def _spec(cacheable: bool, replayed: int) -> str:

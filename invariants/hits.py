@@ -27,25 +27,13 @@ def hit_count(view: View) -> Iterator[Violation]:
 
 def _admissions(view: View) -> Iterator[Violation]:
     trace = view.trace
-    multiple = reference.hit_multiple(trace) if trace.groups else 1
-    predictions = reference.predict(trace) if trace.groups else []
-    found: list[Violation] = []
-    for life, prediction in zip(trace.admissions, predictions, strict=False):
+    multiple = reference.hit_multiple(trace)
+    for life, prediction in zip(trace.admissions, reference.predict(trace), strict=True):
         if prediction is None:
             continue  # never scheduled: progress reports it
         for site, message, expected, seen in _wrong(view, life, prediction, multiple):
-            found.append(
-                Violation(
-                    "hit-count",
-                    message,
-                    expected=expected,
-                    seen=seen,
-                    request=trace.requests[life.request].id,
-                    step=life.step,
-                    site=site,
-                )
-            )
-    yield from found
+            name = trace.requests[life.request].id
+            yield Violation("hit-count", message, expected, seen, request=name, step=life.step, site=site)
 
 
 def _wrong(view: View, life: Admission, prediction: Prediction, multiple: int) -> Iterator[tuple[str, str, str, str]]:
@@ -87,15 +75,12 @@ def _worker(view: View) -> Iterator[Violation]:
     wanted = np.where(view.prefill, view.floor, 0)
     for row, more in examples(view.claimed != wanted):
         kind = "prefill" if view.prefill[row] else "decode"
-        yield Violation(
-            "hit-count",
-            f"the worker hands replay_start {view.claimed[row]} to the metadata of a {kind} row, tokens computed "
-            f"{view.computed[row]}, whose hit implies {view.floor[row]}{more}",
-            expected=str(wanted[row]),
-            seen=str(view.claimed[row]),
-            site="worker replay_start",
-            **view.where(row),
+        message = (
+            f"the worker hands replay_start {view.claimed[row]} to the metadata of a {kind} row at "
+            f"{view.computed[row]}, whose hit implies {view.floor[row]}{more}"
         )
+        at = row, None
+        yield view.violation("hit-count", "worker replay_start", at, message, wanted[row], view.claimed[row])
 
 
 def _metrics(view: View) -> Iterator[Violation]:

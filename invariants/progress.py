@@ -33,7 +33,7 @@ def progress(view: View) -> Iterator[Violation]:
 
 
 def _at(view: View, row: int, site: str, message: str, expected: object, seen: object) -> Violation:
-    return broken(site, message, expected, seen, **view.where(row))
+    return view.violation("progress", site, (row, None), message, expected, seen)
 
 
 def _rows(view: View) -> Iterator[Violation]:

@@ -15,13 +15,16 @@ from typing import Any, Literal
 import numpy as np
 
 from invariants import reference
-from invariants.trace import BoolArray, Gathers, IntArray, Trace
+from invariants.trace import BoolArray, Gathers, Group, IntArray, Trace, Violation
 
 EXAMPLES = 5
 """Broken entries that one rule reports of a trace; the last one's message says how many more there are."""
 
 _ROW = 1 << 32
 """A (row, position) pair as one number: row * _ROW + position."""
+
+_NO_BLOCKS = np.zeros(0, np.int32)
+"""The table of a row where the engine has no tables."""
 
 
 @dataclass(slots=True)
@@ -69,7 +72,10 @@ class View:
         self.prefill: BoolArray = _join([step.prefill for step in steps]).astype(np.bool_)
         self.claimed = _join([step.replay_start for step in steps])
         """[rows] replay_start as the worker has it."""
-        floors = [reference.replay_start(life.hit, self.replay) for life in trace.admissions]
+        hits = [life.hit for life in trace.admissions]
+        self.hit: IntArray = np.array([*hits, 0], np.int64)[self.admission]
+        """[rows] hit of the row's life."""
+        floors = [reference.replay_start(hit, self.replay) for hit in hits]
         self.floor: IntArray = np.array([*floors, 0], np.int64)[self.admission]
         """[rows] replay_start as the row's hit has it: nothing below may be read."""
         queries = np.maximum(self.scheduled, 0)
@@ -81,7 +87,7 @@ class View:
         """[queries] ascending"""
         self.window_group = next((i for i, group in enumerate(trace.groups) if group.kind == "window"), None)
         self.tables = [
-            _Table([step.tables[group] for step in steps if step.tables], spec.block_size)
+            Table([step.tables[group] if step.tables else [_NO_BLOCKS] * len(step.request) for step in steps], spec)
             for group, spec in enumerate(trace.groups)
         ]
         self.reads = self._reads()
@@ -127,38 +133,56 @@ class View:
         numbered: IntArray = np.where(valid, row + self.row_offset[step], -1)
         return numbered
 
-    def where(self, row: int) -> dict[str, Any]:
-        """Request, step and row for a Violation about that row."""
+    def where(self, row: int) -> str:
+        """The row for a message."""
         if row < 0:
-            return {}
-        step = self.trace.steps[int(self.step[row])]
-        request = int(self.request[row])
-        known = 0 <= request < len(self.trace.requests)
-        return {
-            "request": self.trace.requests[request].id if known else None,
-            "step": step.index,
-            "row": row - int(self.row_offset[self.step[row]]),
-        }
+            return "no row"
+        request, step, number = self._name(row)
+        return f"row {number} of step {step} ({request})"
+
+    def violation(
+        self, invariant: str, site: str, at: tuple[Any, Any], message: str, expected: object, seen: object
+    ) -> Violation:
+        """A violation at (row, position); row -1: none, position None: the row as a whole."""
+        row, position = int(at[0]), None if at[1] is None else int(at[1])
+        request, step, number = self._name(row) if row >= 0 else (None, None, None)
+        return Violation(invariant, message, str(expected), str(seen), request, step, number, position, site)
+
+    def _name(self, row: int) -> tuple[str, int, int]:
+        """Request, step index and row within the step."""
+        index, request = int(self.step[row]), int(self.request[row])
+        requests = self.trace.requests
+        name = requests[request].id if 0 <= request < len(requests) else f"number {request}"
+        return name, self.trace.steps[index].index, row - int(self.row_offset[index])
 
 
-class _Table:
-    """The block tables of one group, all rows of all steps."""
+class Table:
+    """The block tables of one group, those of all rows end to end."""
 
-    def __init__(self, steps: list[list[IntArray]], block_size: int) -> None:
+    def __init__(self, steps: Sequence[list[IntArray]], group: Group) -> None:
         rows = [row for tables in steps for row in tables]
-        self._blocks = np.concatenate([*rows, [-1]])
-        self._length = np.array([len(row) for row in rows], np.int64)
-        self._offset = np.cumsum(self._length) - self._length
-        self.block_size = block_size
+        self.block_size = group.block_size
+        self.blocks: IntArray = _join(rows).astype(np.int64)
+        """[entries]"""
+        self.length = np.array([len(row) for row in rows], np.int64)
+        """[rows]"""
+        self.offset: IntArray = np.cumsum(self.length) - self.length
+        """[rows] entry at which the row's table begins."""
+
+    def entries(self) -> tuple[IntArray, IntArray]:
+        """[entries] row and column of each entry."""
+        row = np.repeat(np.arange(len(self.length)), self.length)
+        return row, np.arange(len(row)) - self.offset[row]
 
     def block(self, row: IntArray, position: IntArray) -> IntArray:
         """[n] block that the manager has for each position of each row; -1 past the table's end."""
         entry = position // self.block_size
-        if not len(self._length):
+        if not len(self.blocks):
             return np.full(len(row), -1)
-        valid = (row >= 0) & (entry >= 0) & (entry < self._length[row])
-        blocks: IntArray = self._blocks[np.where(valid, self._offset[row] + entry, -1)]
-        return blocks
+        valid = (row >= 0) & (entry >= 0) & (entry < self.length[row])
+        index = self.offset[row] + entry
+        blocks: IntArray = self.blocks[np.where(valid, index, 0)]
+        return blocks if valid.all() else np.where(valid, blocks, -1)
 
 
 def key(row: IntArray, position: IntArray) -> IntArray:

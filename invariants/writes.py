@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from invariants.trace import NULL_BLOCK, PAD_SLOT, BoolArray, IntArray, Violation
+from invariants.tables import growth, owners
+from invariants.trace import NULL_BLOCK, PAD_SLOT, BoolArray, Violation
 from invariants.view import Stores, View, compare, examples, key, unkey
 
 
@@ -27,103 +28,61 @@ def write_fence(view: View) -> Iterator[Violation]:
         fenced = replayed & (spec.kind == "cacheable")
         padded = stores.slot == PAD_SLOT
         for token, more in examples(fenced & ~padded):
-            yield _violation(
-                view,
-                stores,
-                token,
-                site,
-                f"replayed token {stores.position[token]} (replay_start {floor[token]}) writes slot "
-                f"{stores.slot[token]} of cacheable {site}, over KV that the hit adopted{more}",
-                f"padded slot {PAD_SLOT}",
-            )
+            message = f"a replayed token (replay_start {floor[token]}) overwrites KV that the hit adopted{more}"
+            yield _violation(view, stores, token, site, message, "a padded slot")
         for token, more in examples(padded & ~fenced):
-            what = "replayed token" if replayed[token] else "token"
-            yield _violation(
-                view,
-                stores,
-                token,
-                site,
-                f"{what} {stores.position[token]} writes nothing into {spec.kind} {site}: its KV will be missing{more}",
-                "a slot of the request's block",
-            )
+            kind = "replayed" if replayed[token] else "computed"
+            message = f"a {kind} token writes no KV into a {spec.kind} group{more}"
+            yield _violation(view, stores, token, site, message, "a slot of the request's block")
         yield from _foreign(view, stores, group, ~padded)
-        yield from _collisions(view, stores, group, ~padded)
+        # A write into the null block is reported above, once.
+        yield from _collisions(view, stores, site, stores.slot >= spec.block_size)
+    yield from owners(view)
+    yield from growth(view)
 
 
 def _coverage(view: View, stores: Stores, site: str) -> Iterator[Violation]:
     """Positions written are the scheduled ones, each once."""
     missing, surplus = compare(key(stores.row, stores.position), view.queries)
     for query, more in examples(missing):
-        row, position = unkey(query)
-        yield Violation(
-            "write-fence",
-            f"scheduled token {position} has no slot in {site}, not even a padded one{more}",
-            expected="one slot",
-            seen="none",
-            position=position,
-            site=site,
-            **view.where(row),
-        )
+        at = unkey(query)
+        message = f"scheduled token {at[1]} has no slot in {site}, not even a padded one{more}"
+        yield view.violation("write-fence", site, at, message, "one slot", "none")
     for token, more in examples(surplus):
-        yield _violation(
-            view,
-            stores,
-            token,
-            site,
-            f"position {stores.position[token]} has a slot in {site}, but is not scheduled, or has one already{more}",
-            "one slot for each scheduled token",
-        )
+        message = f"the token is not scheduled, or has a slot in this group already{more}"
+        yield _violation(view, stores, token, site, message, "one slot for each scheduled token")
 
 
 def _foreign(view: View, stores: Stores, group: int, real: BoolArray) -> Iterator[Violation]:
     """Each real slot is the one that the manager's block table has for the token."""
-    table = view.tables[group]
+    table, site = view.tables[group], f"group {group}"
     block = table.block(stores.row, stores.position)
-    wanted = np.where(block > NULL_BLOCK, block * table.block_size + stores.position % table.block_size, -1)
-    for token, more in examples(real & (stores.slot != wanted)):
-        has = "no block" if block[token] < 0 else f"block {block[token]}" if block[token] else "the null block"
-        yield _violation(
-            view,
-            stores,
-            token,
-            f"group {group}",
-            f"token {stores.position[token]} writes slot {stores.slot[token]}, in block "
-            f"{stores.slot[token] // table.block_size} of group {group}, where the request's table has {has}{more}",
-            f"slot {wanted[token]}" if wanted[token] >= 0 else "no write, or a block to write to",
-        )
+    absent = block <= NULL_BLOCK
+    for token, more in examples(real & absent):
+        what = "the null block" if block[token] == NULL_BLOCK else "no block"
+        message = f"the request's block table has {what} there: its KV is lost, or is somebody else's{more}"
+        yield _violation(view, stores, token, f"{site}, {what}", message, "no write, or a block to write to")
+    wanted = block * table.block_size + stores.position % table.block_size
+    for token, more in examples(real & ~absent & (stores.slot != wanted)):
+        message = f"the request's block table has block {block[token]} there{more}"
+        yield _violation(view, stores, token, site, message, f"slot {wanted[token]}")
 
 
-def _collisions(view: View, stores: Stores, group: int, real: BoolArray) -> Iterator[Violation]:
-    """No slot is written twice in one step."""
+def _collisions(view: View, stores: Stores, site: str, real: BoolArray) -> Iterator[Violation]:
+    """No real slot is written twice in one step."""
     index = np.flatnonzero(real & (stores.row >= 0))
-    if not len(index):
-        return
-    number: IntArray = key(view.step[stores.row[index]], stores.slot[index])
-    if len(np.unique(number)) == len(number):
+    number = key(view.step[stores.row[index]], stores.slot[index])
+    ordered = np.sort(number)
+    if not (ordered[1:] == ordered[:-1]).any():
         return
     order = np.argsort(number, kind="stable")
-    twice = np.flatnonzero(number[order][1:] == number[order][:-1])
-    for at, more in examples(twice):
-        one, other = index[order[at]], index[order[at + 1]]
-        yield _violation(
-            view,
-            stores,
-            int(other),
-            f"group {group}",
-            f"slot {stores.slot[other]} of group {group} is written twice in one step: for position "
-            f"{stores.position[one]} of row {view.where(int(stores.row[one]))['row']} and position "
-            f"{stores.position[other]} of row {view.where(int(stores.row[other]))['row']}{more}",
-            "one writer",
-        )
+    for at, more in examples(number[order][1:] == number[order][:-1]):
+        one, other = int(index[order[at]]), int(index[order[at + 1]])
+        message = f"position {stores.position[one]} of {view.where(int(stores.row[one]))} has the same slot{more}"
+        yield _violation(view, stores, other, site, message, "a slot of its own")
 
 
-def _violation(view: View, stores: Stores, token: int, site: str, message: str, expected: str) -> Violation:
-    return Violation(
-        "write-fence",
-        message,
-        expected=expected,
-        seen=f"slot {stores.slot[token]}",
-        position=int(stores.position[token]),
-        site=site,
-        **view.where(int(stores.row[token])),
-    )
+def _violation(view: View, stores: Stores, token: int, site: str, why: str, expected: str) -> Violation:
+    at, slot = (stores.row[token], stores.position[token]), stores.slot[token]
+    message = f"token {at[1]} has slot {slot} in {site.partition(',')[0]}: {why}"
+    return view.violation("write-fence", site, at, message, expected, f"slot {slot}")
