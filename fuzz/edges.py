@@ -259,9 +259,11 @@ class _Walk:
     def _cut(self, step: Step, scheduled: int) -> None:
         """Why the row was not scheduled to its end."""
         geometry = self.trace.geometry
-        if int(step.scheduled.sum()) < geometry.max_num_batched_tokens:
-            self.reached.add("long-prefill-cut")
-        elif scheduled not in (geometry.max_num_batched_tokens, geometry.long_prefill_token_threshold):
+        budget_left = int(step.scheduled.sum()) < geometry.max_num_batched_tokens
+        if scheduled == geometry.long_prefill_token_threshold:
+            if budget_left:
+                self.reached.add("long-prefill-cut")
+        elif not budget_left and scheduled < geometry.max_num_batched_tokens:
             self.reached.add("budget-cut")
 
     def _blocks(self, step: Step, admission: int, row: int, end: int) -> None:
