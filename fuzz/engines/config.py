@@ -9,6 +9,8 @@ given the sizes of each case; nothing that outlives a case may keep a reference 
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import tempfile
 from functools import cache
@@ -57,6 +59,10 @@ def _vllm_config() -> Any:
         ).create_engine_config()
     if not getattr(config, "use_v2_model_runner", False):
         raise Unavailable("this vLLM does not run model runner V2 here, and bounded replay needs it")
+    # As EngineCore does once it is up: the million objects of the imports are not looked at by every collection.
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or nanobind, which Triton is built with, takes them for leaks
     return config
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fuzz.engines.drive import Scheduled
-from fuzz.engines.shadow import Queries, ShadowGroup, Tables, gathers_from_indices, gathers_of_spans
+from fuzz.engines.shadow import Cells, Queries, ShadowGroup, Tables, gathers, gathers_from_indices, stretches
 from fuzz.engines.worker import Batch, Worker
 from invariants.trace import PAD_SLOT, Admission, IntArray, Step, Trace, Writes
 
@@ -143,11 +143,13 @@ class StepRecorder:
             gathers_from_indices("paged-index", queries, batch.swa_indices, batch.swa_lens, tables, shadow)
         )
         if len(batch.gather_lens):
-            rows = np.arange(len(step.request) - len(batch.gather_lens), len(step.request), dtype=np.int32)
-            queries = Queries(rows, batch.computed[rows])
-            end = batch.computed[rows] + batch.scheduled[rows]
-            span = (end - batch.gather_lens, end - 1)
-            step.gathers.append(gathers_of_spans("gather-length", "row", queries, span, tables, shadow))
+            # The prefill rows come last; the others are empty stretches.
+            low = batch.computed + batch.scheduled
+            high = low - 1
+            rows = np.arange(len(low) - len(batch.gather_lens), len(low), dtype=np.int32)
+            low[rows] -= batch.gather_lens
+            queries, span = Queries(rows, batch.computed[rows]), (low[rows], high[rows])
+            step.gathers.append(gathers("gather-length", "row", queries, span, stretches(low, high, tables), shadow))
 
     def _from_contract(self, step: Step) -> None:
         """No kernel runs: what CONTRACT 14 and 17 say is written and read, through the manager's block tables."""
@@ -155,20 +157,24 @@ class StepRecorder:
         lives = [self._trace.admissions[number] for number in step.admission.tolist()]
         starts = np.array([life.replay_start for life in lives], np.int32)
         step.prefill = step.computed < np.array([life.tokens for life in lives], np.int32)
-        step.replay_start = np.where(step.prefill, starts, 0)
+        step.replay_start = starts * step.prefill
+        low, high = np.maximum(starts, step.computed - (window - 1)), step.computed + step.scheduled
+        begins, ends = step.computed.tolist(), high.tolist()
         row = np.repeat(np.arange(len(lives), dtype=np.int32), step.scheduled)
-        before = np.cumsum(step.scheduled) - step.scheduled
-        position = np.arange(len(row), dtype=np.int32) + (step.computed - before)[row]
-        start = starts[row]
-        tables = [Tables(group, s.block_size) for group, s in zip(step.tables, self._shadows, strict=True)]
-        for group, table in enumerate(tables):
-            slot = table.slots(row, position)
-            if starts.any() and self._trace.groups[group].prefix_cacheable:
+        position = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
+        first = np.maximum(starts[row], position - (window - 1))
+        for group, shadow in enumerate(self._shadows):
+            slot = shadow.slots(step.tables[group], begins, ends)
+            if self._trace.groups[group].prefix_cacheable and starts.any():
+                start = starts[row]
                 slot = np.where((start > 0) & (position < start + window), PAD_SLOT, slot)
             self._write(step, group, row, position, slot)
-        span = (np.maximum(start, position - (window - 1)), position)
         shadow = self._shadows[self._window_group]
-        window_tables = tables[self._window_group]
-        step.gathers.append(
-            gathers_of_spans("block-table", "query", Queries(row, position), span, window_tables, shadow)
+        lows = low.tolist()
+        cells = Cells(
+            row=np.repeat(np.arange(len(lives), dtype=np.int32), high - low),
+            position=np.concatenate([np.arange(begin, end) for begin, end in zip(lows, ends, strict=True)]),
+            slot=shadow.slots(step.tables[self._window_group], lows, ends),
         )
+        queries = Queries(row, position)
+        step.gathers.append(gathers("block-table", "query", queries, (first, position), cells, shadow))

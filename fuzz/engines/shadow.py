@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -19,26 +19,26 @@ from invariants.trace import NOBODY, NULL_BLOCK, PAD_SLOT, Gathers, IntArray
 
 
 class Tables:
-    """The block tables of one group for the rows of a batch, laid end to end so that one lookup serves all rows."""
+    """The block tables of one group for the rows of a batch, side by side so that one lookup serves all rows."""
 
     def __init__(self, tables: Sequence[IntArray] | IntArray, block_size: int) -> None:
         self.block_size = block_size
-        self._length = np.array([len(table) for table in tables])
-        self._start = np.cumsum(self._length) - self._length
-        self._flat = np.concatenate(tables)
+        self._width = max(map(len, tables)) + 1
+        # One column more than the longest table, and PAD_SLOT wherever a table has ended.
+        self._blocks = np.full((len(tables), self._width), PAD_SLOT, np.int64)
+        for row, table in enumerate(tables):
+            self._blocks[row, : len(table)] = table
+        self._flat = self._blocks.ravel()
 
     def __len__(self) -> int:
-        return len(self._length)
+        return len(self._blocks)
 
     def slots(self, row: IntArray, position: IntArray) -> IntArray:
         """int64 like row: the slot of each position of each batch row; PAD_SLOT beyond the end of its table."""
-        column, offset = np.divmod(position, self.block_size)
-        inside = column < self._length[row]
-        if inside.all():
-            slot: IntArray = self._flat[self._start[row] + column] * np.int64(self.block_size) + offset
-            return slot
-        block = self._flat[np.where(inside, self._start[row] + column, 0)] if len(self._flat) else column
-        return np.where(inside, block * np.int64(self.block_size) + offset, PAD_SLOT)
+        column = position // self.block_size
+        block = self._flat[row * self._width + np.minimum(column, self._width - 1)]
+        slot: IntArray = block * self.block_size + (position - column * self.block_size)
+        return slot if slot.min(initial=0) >= 0 else np.where(block >= 0, slot, PAD_SLOT)
 
 
 class ShadowGroup:
@@ -48,7 +48,24 @@ class ShadowGroup:
         self.block_size = block_size
         self._writer = np.full(num_blocks * block_size, NOBODY, np.int32)
         self._position = np.full(num_blocks * block_size, -1, np.int32)
+        self._lane = np.arange(block_size)
         self._tables: dict[int, IntArray] = {}
+
+    def slots(self, tables: Sequence[IntArray], begins: Sequence[int], ends: Sequence[int]) -> IntArray:
+        """int64: the slots of positions begin..end-1 of each table in turn; PAD_SLOT beyond a table's end."""
+        parts = [self._slots(*arguments) for arguments in zip(tables, begins, ends, strict=True)]
+        return np.concatenate(parts)
+
+    def _slots(self, table: IntArray, begin: int, end: int) -> IntArray:
+        size = self.block_size
+        column = begin // size
+        blocks = table[column : (end - 1) // size + 1].astype(np.int64)
+        slots: IntArray = (blocks[:, None] * size + self._lane).ravel()[begin - column * size : end - column * size]
+        return (
+            slots
+            if len(slots) == end - begin
+            else np.pad(slots, (0, end - begin - len(slots)), constant_values=PAD_SLOT)
+        )
 
     def admit(self, admission: int, table: IntArray, adopted: int) -> None:
         """A life begins with this table, of which the first ``adopted`` blocks came from the prefix cache."""
@@ -65,17 +82,20 @@ class ShadowGroup:
         same[: len(before)] = table[: len(before)] == before[: len(table)]
         fresh = table[~same & (table != NULL_BLOCK)]
         if len(fresh):
-            cells = fresh[:, None].astype(np.int64) * self.block_size + np.arange(self.block_size)
+            cells = fresh[:, None].astype(np.int64) * self.block_size + self._lane
             self._writer[cells] = NOBODY
             self._position[cells] = -1
 
     def write(self, admission: IntArray, position: IntArray, slot: IntArray) -> None:
         """What a step writes. A slot outside the pool is kept in the trace and changes nothing here."""
-        real = (slot >= 0) & (slot < len(self._writer))
-        if not real.all():
+        if not self._holds(slot):
+            real = (slot >= 0) & (slot < len(self._writer))
             admission, position, slot = admission[real], position[real], slot[real]
         self._writer[slot] = admission
         self._position[slot] = position
+
+    def _holds(self, slot: IntArray) -> bool:
+        return bool(slot.min(initial=0) >= 0 and slot.max(initial=0) < len(self._writer))
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy-on-write of a partly filled block."""
@@ -85,9 +105,9 @@ class ShadowGroup:
 
     def read(self, slot: IntArray) -> tuple[IntArray, IntArray]:
         """(writer, position) int32 like slot: what the slots hold. Slots outside the pool hold nothing."""
-        real = (slot >= 0) & (slot < len(self._writer))
-        if real.all():
+        if self._holds(slot):
             return self._writer[slot], self._position[slot]
+        real = (slot >= 0) & (slot < len(self._writer))
         safe = np.where(real, slot, 0)
         return np.where(real, self._writer[safe], NOBODY), np.where(real, self._position[safe], -1)
 
@@ -114,53 +134,42 @@ def gathers_from_indices(
     first = queries.position - lens + 1
     believed = first[:, None] + lane
     listed = lane < lens[:, None]
-    if ((indices != PAD_SLOT) == listed).all() and lens.max(initial=0) <= len(lane):
-        spans = _Cells(queries.row, first, queries.position, tables)
-        if ((spans.slot[spans.find(queries.row, believed)] == indices) | ~listed).all():
-            return _gathers(consumer, "query", queries, (first, queries.position), spans, shadow)
+    if ((indices != PAD_SLOT) == listed).all() and 0 < lens.min() <= lens.max() <= len(lane):
+        starts = np.flatnonzero(np.diff(queries.row, prepend=-1))
+        if ((tables.slots(queries.row[:, None], believed) == indices) | ~listed).all():
+            cells = stretches(np.minimum.reduceat(first, starts), np.maximum.reduceat(queries.position, starts), tables)
+            return gathers(consumer, "query", queries, (first, queries.position), cells, shadow)
     return _irregular(consumer, queries, indices, believed, shadow)
 
 
-def gathers_of_spans(
+@dataclass(slots=True)
+class Cells:
+    """Distinct (row, position, slot) that a step reads."""
+
+    row: IntArray
+    """int32"""
+    position: IntArray
+    slot: IntArray
+    """int64"""
+
+
+def stretches(low: IntArray, high: IntArray, tables: Tables) -> Cells:
+    """One stretch of positions for each batch row, in order, from ``low`` to ``high`` included."""
+    length = high - low + 1
+    row = np.repeat(np.arange(len(low), dtype=np.int32), length)
+    position = np.arange(len(row)) - (np.cumsum(length) - length - low)[row]
+    return Cells(row, position, tables.slots(row, position))
+
+
+def gathers(
     consumer: str,
     per: Literal["query", "row"],
     queries: Queries,
     span: tuple[IntArray, IntArray],
-    tables: Tables,
+    cells: Cells,
     shadow: ShadowGroup,
 ) -> Gathers:
-    """The gathers of a consumer that reads positions first..last, both included, through the block table."""
-    return _gathers(consumer, per, queries, span, _Cells(queries.row, *span, tables), shadow)
-
-
-class _Cells:
-    """The cells that runs of queries in batch order cover: one stretch of positions a batch row."""
-
-    def __init__(self, row: IntArray, first: IntArray, last: IntArray, tables: Tables) -> None:
-        starts = np.flatnonzero(row[1:] != row[:-1]) + 1 if len(row) > 1 else np.zeros(0, np.int64)
-        starts = np.concatenate([[0], starts]) if len(row) else starts
-        low, high = np.minimum.reduceat(first, starts), np.maximum.reduceat(last, starts)
-        length = np.maximum(high - low + 1, 0)
-        begin = np.cumsum(length) - length
-        self._base = np.zeros(len(tables), np.int64)
-        self._base[row[starts]] = begin - low
-        self.row = np.repeat(row[starts], length)
-        self.position = np.arange(len(self.row)) - self._base[self.row]
-        self.slot = tables.slots(self.row, self.position)
-
-    def find(self, row: IntArray, position: IntArray) -> IntArray:
-        """Index of the cell at [query, lane] positions of the queries' rows; some cell for what lies outside."""
-        return np.clip(self._base[row][:, None] + position, 0, len(self.row) - 1)
-
-
-def _gathers(
-    consumer: str,
-    per: Literal["query", "row"],
-    queries: Queries,
-    span: tuple[IntArray, IntArray],
-    cells: Any,
-    shadow: ShadowGroup,
-) -> Gathers:
+    """The gathers of a consumer that reads the positions ``span`` = (first, last), both included, in these cells."""
     writer, written = shadow.read(cells.slot)
     return Gathers(
         consumer=consumer,
@@ -177,13 +186,6 @@ def _gathers(
     )
 
 
-@dataclass(slots=True)
-class _LooseCells:
-    row: IntArray
-    position: IntArray
-    slot: IntArray
-
-
 def _irregular(consumer: str, queries: Queries, indices: IntArray, believed: IntArray, shadow: ShadowGroup) -> Gathers:
     """Lists with holes, stale entries or foreign slots: every stretch of entries is a run of its own."""
     there = indices != PAD_SLOT
@@ -198,5 +200,5 @@ def _irregular(consumer: str, queries: Queries, indices: IntArray, believed: Int
     read = Queries(queries.row[at[order]], queries.position[at[order]])
     query, lane = np.nonzero(there)
     listed = np.stack([queries.row[query], believed[query, lane], indices[query, lane]], axis=1)
-    cells = _LooseCells(*np.unique(listed.astype(np.int64), axis=0).T)
-    return _gathers(consumer, "query", read, (first[order], last[order]), cells, shadow)
+    cells = Cells(*np.unique(listed.astype(np.int64), axis=0).T)
+    return gathers(consumer, "query", read, (first[order], last[order]), cells, shadow)

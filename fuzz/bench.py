@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""Benchmarks: ratios measured in one run, so that they mean something on any machine. ``replaycheck bench NAME``.
+
+Both sides of a ratio run the same cases, in turn, in rounds; figures are medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from fuzz.case import Case
+from fuzz.engines.base import Refused
+
+ROUNDS = 5
+CASES = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``replaycheck bench``."""
+    parser.add_argument("bench", metavar="NAME", choices=sorted(BENCHES), help=", ".join(sorted(BENCHES)))
+    parser.add_argument("--profile", default="dsv41", help="where the cases come from (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run one benchmark; 0, since a figure is neither right nor wrong."""
+    figures = BENCHES[args.bench](args.profile)
+    table = Table("figure", "value")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
+    Console().print(table)
+    if args.json:
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n")
+    return 0
+
+
+def bench_scheduler(profile: str) -> dict[str, Any]:
+    """The scheduler engine with every invariant, against vLLM's Scheduler alone, in requests a second."""
+    from fuzz.engines.scheduler import SchedulerEngine
+    from invariants import judge
+
+    engine = SchedulerEngine()
+    cases = _accepted(profile, engine.run_bare)
+    seconds: dict[str, list[float]] = {"bare": [], "engine": [], "judge": []}
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        for case in cases:
+            engine.run_bare(case)
+        seconds["bare"].append(time.perf_counter() - started)
+        judged = 0.0
+        started = time.perf_counter()
+        for case in cases:
+            trace = engine.run(case)
+            begun = time.perf_counter()
+            judge(trace)
+            judged += time.perf_counter() - begun
+        seconds["engine"].append(time.perf_counter() - started)
+        seconds["judge"].append(judged)
+    requests = sum(len(case.requests) for case in cases)
+    ratios = [bare / engine for bare, engine in zip(seconds["bare"], seconds["engine"], strict=True)]
+    return {
+        "profile": profile,
+        "kernels": engine.versions()["kernels"],
+        "cases": len(cases),
+        "requests": requests,
+        "bare_requests_per_second": requests / statistics.median(seconds["bare"]),
+        "engine_requests_per_second": requests / statistics.median(seconds["engine"]),
+        "judging_share": statistics.median(seconds["judge"]) / statistics.median(seconds["engine"]),
+        "engine_vs_bare": statistics.median(ratios),
+    }
+
+
+def _accepted(profile: str, run: Callable[[Case], None]) -> list[Case]:
+    """CASES cases of the profile that vLLM takes, the same ones every time. Runs each once, as a warm-up."""
+    from hypothesis import HealthCheck, Phase, given, seed, settings
+
+    from fuzz.strategies import cases
+
+    found: list[Case] = []
+
+    @seed(0)
+    @settings(
+        max_examples=2 * CASES,
+        database=None,
+        phases=[Phase.generate],
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases(profile))
+    def collect(case: Case) -> None:
+        if len(found) == CASES:
+            return
+        try:
+            run(case)
+        except Refused:
+            return
+        found.append(case)
+
+    collect()
+    return found
+
+
+BENCHES: dict[str, Callable[[str], dict[str, Any]]] = {"scheduler": bench_scheduler}
+"""Benchmark name to the function that runs it on a profile."""
