@@ -9,7 +9,6 @@ they are the ones that the step runs with. Writes reach the shadow cache before 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 from typing import Any
 
 import numpy as np
@@ -108,8 +107,9 @@ class StepRecorder:
 
     def _table(self, name: str, group: int, blocks: Sequence[Any]) -> IntArray:
         """Block ids; the same array as before where no block changed, which is the case in most steps."""
-        seen, table = self._seen_tables.get((name, group), ((), None))
-        if table is None or len(seen) != len(blocks) or not all(map(is_, seen, blocks)):
+        seen, table = self._seen_tables.get((name, group), ([], None))
+        # Comparing lists of the same objects costs nothing; making the array would.
+        if table is None or seen != blocks:
             table = np.array([block.block_id for block in blocks], np.int32)
             self._seen_tables[name, group] = (list(blocks), table)
         return table
