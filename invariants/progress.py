@@ -63,6 +63,8 @@ def _chain(view: View) -> Iterator[Violation]:
     first = order[np.flatnonzero(np.concatenate([[True], ~same]))] if len(order) else order
     started = {int(view.admission[row]): int(row) for row in first}
     for index, life in enumerate(lives):
+        if index not in started and view.trace.faults:
+            continue  # the step broke off
         if index not in started:
             name = view.trace.requests[life.request].id
             message = f"admission {index} of request {name} never ran"

@@ -352,14 +352,14 @@ def test_without_replay_the_adopted_window_must_hold_the_same_tokens():
 
 def test_without_replay_nothing_is_adopted_beyond_the_hit():
     trace = traces.replay_off()
-    put(gathers(trace, step=1).cell_writer, -1, 0)  # position 9, the hit is 8
+    put(gathers(trace, step=2).cell_writer, -1, 0)  # position 9, the hit is 8
     assert ("gather-live", "paged-index, stale") in found(trace)
 
 
 def test_without_replay_nothing_is_replayed():
     trace = traces.replay_off()
     trace.admissions[1].replay_start = 4
-    put(writes(trace, CACHEABLE, step=1).slot, 0, -1)
+    put(writes(trace, CACHEABLE, step=2).slot, 0, -1)
     assert {("gating", "replay_start"), ("gating", "group 0")} <= found(trace)
 
 
@@ -376,6 +376,8 @@ def test_a_run_that_broke_off_is_reported_once(trace: Trace):
     trace.final = None
     trace.requests[1].finished = None
     trace.requests[1].output.pop()
+    trace.requests.append(replace(trace.requests[1], output=[]))
+    trace.admissions.append(replace(trace.admissions[1], step=5, request=2))
     assert found(trace) == {("no-fault", "exception")}
 
 

@@ -10,7 +10,7 @@ import traces
 from traces import Row
 
 from invariants import reference
-from invariants.reference import Prediction
+from invariants.reference import Prediction, hit_multiple, predict
 from invariants.trace import Admission, Trace
 
 W = 4
@@ -119,7 +119,7 @@ def test_contract_12_numbers():
     ],
 )
 def test_predicted_hits(make, hits: list[int]):
-    assert reference.predict(make()) == [Prediction(hit, hit, "", None) for hit in hits]
+    assert predict(make()) == [Prediction(hit, hit, "", None) for hit in hits]
 
 
 def lives(*prompts: list[int], hits: tuple[int, ...], **geometry: int) -> Trace:
@@ -168,7 +168,7 @@ def shared_thrice(second_window: list[int]) -> Trace:
     ],
 )
 def test_a_block_handed_out_again_is_lost(second_window: list[int], hit: int):
-    last = reference.predict(shared_thrice(second_window))[-1]
+    last = predict(shared_thrice(second_window))[-1]
     assert (last.low, last.high, last.doubt) == (hit, hit, "")
     # The trace's admission claims 12 tokens: the first block adopted that does not hold them is named.
     assert last.stranger == (None if hit == 12 else hit // 4)
@@ -177,13 +177,13 @@ def test_a_block_handed_out_again_is_lost(second_window: list[int], hit: int):
 def test_reset_empties_the_cache():
     trace = shared_thrice([4, 5, 6])
     trace.steps[2].events = ["reset_prefix_cache"]
-    assert reference.predict(trace)[-1] == Prediction(0, 0, "", 0)
+    assert predict(trace)[-1] == Prediction(0, 0, "", 0)
 
 
 def test_dropped_blocks_leave_bounds_until_someone_adopts_them():
     trace = shared_thrice([4, 5, 6])
     trace.steps[2].events = ["drop_blocks"]
-    found = reference.predict(trace)[-1]
+    found = predict(trace)[-1]
     assert (found.low, found.high) == (0, 12)
     assert "drop_blocks" in found.doubt
     # r3, the same again: what r2 adopted was there, so it still is.
@@ -192,13 +192,13 @@ def test_dropped_blocks_leave_bounds_until_someone_adopts_them():
     steps = [[Row(3, 8, 5, True, 8, [1, 2, 3, 20], [0, 0, 0, 0, 21, 22, 23])]]
     later = traces.lay(traces.trace_of(trace.requests, trace.admissions), steps).steps[0]
     trace.steps.append(later)
-    assert reference.predict(trace)[-1] == Prediction(12, 12, "", None)
+    assert predict(trace)[-1] == Prediction(12, 12, "", None)
 
 
 def test_blocks_cached_after_a_drop_are_certain():
     trace = shared_thrice([4, 5, 6])
     trace.steps[0].events = ["drop_blocks"]
-    assert reference.predict(trace)[-1] == Prediction(12, 12, "", None)
+    assert predict(trace)[-1] == Prediction(12, 12, "", None)
 
 
 def test_two_blocks_with_the_same_tokens_are_lost_only_together():
@@ -216,7 +216,7 @@ def test_two_blocks_with_the_same_tokens_are_lost_only_together():
             [Row(5, 0, 6, True, 0, [19, 20], [21, 22, 23])],
         ],
     )
-    assert [(p.low, p.high) for p in reference.predict(trace)] == [(n, n) for n in (0, 4, 0, 4, 0, 0)]
+    assert [(p.low, p.high) for p in predict(trace)] == [(n, n) for n in (0, 4, 0, 4, 0, 0)]
 
 
 def test_a_block_counts_from_the_chunk_that_fills_it():
@@ -234,28 +234,47 @@ def test_a_block_counts_from_the_chunk_that_fills_it():
         ],
     )
     # A running request is scheduled before an admission of the same step, wherever the worker puts its row.
-    assert [(p.low, p.high) for p in reference.predict(trace)] == [(0, 0), (12, 12)]
+    assert [(p.low, p.high) for p in predict(trace)] == [(0, 0), (12, 12)]
     trace.steps[1].scheduled[1] = 1  # up to 7 tokens: the second block is not full yet
-    assert reference.predict(trace)[1].high == 4
+    assert predict(trace)[1].high == 4
 
 
 def test_hits_end_on_multiples_of_every_groups_block():
     trace = shared_thrice([4, 5, 6])
     trace.groups[traces.WINDOW].block_size = 8
-    assert reference.hit_multiple(trace) == 8
-    assert reference.predict(trace)[-1].high == 8
+    assert hit_multiple(trace) == 8
+    assert predict(trace)[-1].high == 8
 
 
 def test_without_block_tables_only_an_upper_bound_is_known():
     trace = shared_thrice([3, 2, 1])
     for step in trace.steps:
         step.tables = []
-    found = reference.predict(trace)[-1]
+    found = predict(trace)[-1]
     assert (found.low, found.high, found.stranger) == (0, 12, None)
     assert "tables" in found.doubt
 
 
-def test_without_replay_only_an_upper_bound_is_known():
-    found = reference.predict(traces.replay_off())[-1]
-    assert (found.low, found.high) == (0, 8)
+@pytest.mark.parametrize(
+    ("prompt", "low", "high"),
+    [
+        (range(100, 109), 8, 8),  # sent again: the window before its last boundary, 8, is kept
+        (range(100, 120), 8, 8),
+        (range(100, 108), 0, 4),  # 7 tokens may be hit, so 4; nobody promised to keep the window before 4
+        ([*range(100, 105), 1, 2, 3, 4], 0, 4),  # the same where they differ from 5 on
+    ],
+    ids=str,
+)
+def test_without_replay_a_prompt_sent_again_hits(prompt: range | list[int], low: int, high: int):
+    trace = traces.replay_off()
+    trace.requests[1].prompt = traces.ints(*prompt)
+    trace.admissions[1].tokens = len(prompt)
+    found = predict(trace)[-1]
+    assert (found.low, found.high) == (low, high)
     assert "window group" in found.doubt
+
+
+def test_without_replay_a_lost_window_is_no_promise():
+    trace = traces.replay_off()
+    trace.steps[2].events = ["drop_blocks"]
+    assert (predict(trace)[-1].low, predict(trace)[-1].high) == (0, 8)

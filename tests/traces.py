@@ -208,16 +208,16 @@ def preempted_then_hit() -> Trace:
 def replay_off() -> Trace:
     """Replay off: the window group is cached too, so a hit of 8 adopts window blocks 5 and 6 and recomputes nothing.
 
-    The window of the next token, 8, is 5..8: blocks 2 and 3 of the prime's window table, tokens 4..7.
+    The window of the next token, 8, is 5..8: entries 2 and 3 of the prime's window table, tokens 4..7.
     """
     trace = trace_of(
         [
-            request("prime", 0, range(100, 108), [200]),
-            request("query", 1, [*range(100, 108), 300, 301], [400]),
+            request("prime", 0, range(100, 109), [200]),
+            request("query", 2, [*range(100, 108), 300, 301], [400]),
         ],
         [
-            Admission(0, request=0, tokens=8, hit=0, replay_start=0, computed=0, scheduled=8, resumed=False),
-            Admission(1, request=1, tokens=10, hit=8, replay_start=0, computed=8, scheduled=2, resumed=False),
+            Admission(0, request=0, tokens=9, hit=0, replay_start=0, computed=0, scheduled=8, resumed=False),
+            Admission(2, request=1, tokens=10, hit=8, replay_start=0, computed=8, scheduled=2, resumed=False),
         ],
         replay=False,
     )
@@ -225,12 +225,13 @@ def replay_off() -> Trace:
         trace,
         [
             [Row(0, 0, 8, True, 0, [1, 2], [3, 4, 5, 6])],
+            [Row(0, 8, 1, True, 0, [1, 2, 9], [0, 0, 5, 6, 10])],
             [Row(1, 8, 2, True, 0, [1, 2, 7], [0, 0, 5, 6, 8])],
         ],
     )
-    trace.steps[0].finished = [0]
-    trace.steps[1].finished = [1]
-    trace.metrics = {"prefix_cache_queries": 18, "prefix_cache_hits": 8, "preempted_hits": 0}
+    trace.steps[1].finished = [0]
+    trace.steps[2].finished = [1]
+    trace.metrics = {"prefix_cache_queries": 19, "prefix_cache_hits": 8, "preempted_hits": 0}
     return trace
 
 
