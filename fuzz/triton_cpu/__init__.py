@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
-"""vLLM's own Triton kernels on the CPU. Call ``prepare`` before vLLM or Triton is imported."""
+"""vLLM's own Triton kernels on the CPU, fast enough to fuzz with.
+
+``prepare`` comes first, before vLLM or Triton is imported: it makes both usable without a GPU and picks what executes
+kernels, Triton's interpreter or machine code made from the kernels' own source. ``install`` and ``uninstall`` switch
+between the two at any time. A kernel that cannot be compiled runs under the interpreter; ``fallbacks`` counts that.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
 from fuzz.triton_cpu.environment import runs_on_cpu, use_interpreter
+
+fallbacks: Counter[str] = Counter()
+"""Launches that ran under the interpreter although the compiled executor was installed, by kernel."""
 
 
 def prepare(mode: Literal["compiled", "interpreter"]) -> Literal["compiled", "interpreter", "gpu"]:
@@ -17,7 +26,23 @@ def prepare(mode: Literal["compiled", "interpreter"]) -> Literal["compiled", "in
     """
     if not runs_on_cpu():
         return "gpu"
-    if mode == "compiled":
-        raise NotImplementedError("the compiled executor is not there yet; use 'interpreter'")
     use_interpreter()
-    return "interpreter"
+    if mode == "compiled":
+        install()
+    else:
+        uninstall()
+    return mode
+
+
+def install() -> None:
+    """Run kernels as machine code from now on. Only after ``prepare``."""
+    from fuzz.triton_cpu import executor
+
+    executor.install()
+
+
+def uninstall() -> None:
+    """Run kernels under Triton's interpreter from now on. Only after ``prepare``."""
+    from fuzz.triton_cpu import executor
+
+    executor.uninstall()

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""The builder behind Triton's own semantics.
+
+``TritonSemantic`` decides types: promotion, weak Python numbers, broadcasting, what is an error. It then asks a builder
+for operations; Triton's interpreter answers with NumPy, this one with handles. Where Triton leaves an operation
+open (division by zero, shifts past the width) the result is NumPy's, as under the interpreter. An operation that
+is missing here is ``Unsupported`` under its own name.
+"""
+
+# ruff: noqa: D102 - Triton names the methods
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+
+from fuzz.triton_cpu.tiles import BOOL, INT32, INT64, Emitter, Handle, Lanes, Map, Scalar, Unsupported, View
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """Stands for Triton's IR type of a pointer."""
+
+    pointee: Any
+
+
+@dataclass(frozen=True)
+class Block:
+    """Stands for Triton's IR type of a tile."""
+
+    element: Any
+    shape: tuple[int, ...]
+
+
+def _divide(signed: bool) -> Callable[..., Any]:
+    def emit(b: Any, x: Any, y: Any) -> Any:
+        zero, minus = ir.Constant(x.type, 0), ir.Constant(x.type, -1)
+        none = b.icmp_signed("==", y, zero)
+        if not signed:
+            return b.select(none, zero, b.udiv(x, b.select(none, ir.Constant(x.type, 1), y)))
+        flip = b.icmp_signed("==", y, minus)
+        quotient = b.sdiv(x, b.select(b.or_(none, flip), ir.Constant(x.type, 1), y))
+        return b.select(none, zero, b.select(flip, b.sub(zero, x), quotient))
+
+    return emit
+
+
+def _remainder(signed: bool) -> Callable[..., Any]:
+    def emit(b: Any, x: Any, y: Any) -> Any:
+        zero, one = ir.Constant(x.type, 0), ir.Constant(x.type, 1)
+        odd = b.icmp_signed("==", y, zero)
+        if not signed:
+            return b.select(odd, zero, b.urem(x, b.select(odd, one, y)))
+        odd = b.or_(odd, b.icmp_signed("==", y, ir.Constant(x.type, -1)))
+        return b.select(odd, zero, b.srem(x, b.select(odd, one, y)))
+
+    return emit
+
+
+def _shift(kind: str) -> Callable[..., Any]:
+    def emit(b: Any, x: Any, y: Any) -> Any:
+        inside = b.icmp_unsigned("<", y, ir.Constant(x.type, x.type.width))
+        last = ir.Constant(x.type, x.type.width - 1)
+        if kind == "ashr":
+            return b.ashr(x, b.select(inside, y, last))
+        return b.select(inside, getattr(b, kind)(x, b.select(inside, y, last)), ir.Constant(x.type, 0))
+
+    return emit
+
+
+def _pick(comparison: str, signed: bool) -> Callable[..., Any]:
+    def emit(b: Any, x: Any, y: Any) -> Any:
+        return b.select((b.icmp_signed if signed else b.icmp_unsigned)(comparison, x, y), x, y)
+
+    return emit
+
+
+def _compare(comparison: str, signed: bool) -> Callable[..., Any]:
+    def emit(b: Any, x: Any, y: Any) -> Any:
+        return (b.icmp_signed if signed else b.icmp_unsigned)(comparison, x, y)
+
+    return emit
+
+
+_ARITHMETIC: dict[str, tuple[str, Callable[..., Any]]] = {
+    "create_add": ("add", lambda b, x, y: b.add(x, y)),
+    "create_sub": ("sub", lambda b, x, y: b.sub(x, y)),
+    "create_mul": ("mul", lambda b, x, y: b.mul(x, y)),
+    "create_and": ("and", lambda b, x, y: b.and_(x, y)),
+    "create_or": ("or", lambda b, x, y: b.or_(x, y)),
+    "create_xor": ("xor", lambda b, x, y: b.xor(x, y)),
+    "create_minsi": ("min", _pick("<", True)),
+    "create_minui": ("min", _pick("<", False)),
+    "create_maxsi": ("max", _pick(">", True)),
+    "create_maxui": ("max", _pick(">", False)),
+}
+_WIDE_ONLY: dict[str, tuple[str, Callable[..., Any]]] = {
+    "create_sdiv": ("div", _divide(True)),
+    "create_udiv": ("div", _divide(False)),
+    "create_srem": ("rem", _remainder(True)),
+    "create_urem": ("rem", _remainder(False)),
+    "create_shl": ("shl", _shift("shl")),
+    "create_ashr": ("ashr", _shift("ashr")),
+    "create_lshr": ("lshr", _shift("lshr")),
+}
+"""Not for booleans: NumPy computes those in wider types of its own choosing."""
+_COMPARISONS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "create_icmpEQ": ("eq", _compare("==", True)),
+    "create_icmpNE": ("ne", _compare("!=", True)),
+    **{
+        f"create_icmp{sign}{name}": (f"{sign.lower()}{name.lower()}", _compare(text, sign == "S"))
+        for sign in "SU"
+        for name, text in (("LT", "<"), ("LE", "<="), ("GT", ">"), ("GE", ">="))
+    },
+}
+
+
+class Builder:
+    """What ``TritonSemantic`` calls. Sizes of types are in bits; shapes are tuples of ints."""
+
+    options = SimpleNamespace(sanitize_overflow=False, debug=False)
+
+    def __init__(self, emitter: Emitter, program_ids: Sequence[Any], grid: Sequence[Any]) -> None:
+        self.emitter = emitter
+        self._program_ids = program_ids
+        self._grid = grid
+
+    def map(
+        self, name: str, emit: Callable[..., Any], args: Sequence[Handle], type_: Any, pointee: Any = None
+    ) -> Handle:
+        """An elementwise operation: done now on scalars, per lane on tiles."""
+        if not any(arg.shape for arg in args):
+            value = emit(self.emitter.builder, *(self.emitter.lane(arg, (), {}) for arg in args))
+            return Scalar(type_, (), pointee, value)
+        return Map(type_, args[0].shape, pointee, name, emit, tuple(args))
+
+    def constant(self, type_: Any, value: int) -> Scalar:
+        """A number of an integer type."""
+        return Scalar(type_, (), value=ir.Constant(type_, value))
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name in _ARITHMETIC or name in _WIDE_ONLY:
+            operation, emit = _ARITHMETIC.get(name) or _WIDE_ONLY[name]
+
+            def arithmetic(lhs: Handle, rhs: Handle) -> Handle:
+                if lhs.type == BOOL and name in _WIDE_ONLY:
+                    raise Unsupported(f"{operation} of booleans")
+                return self.map(operation, emit, (lhs, rhs), lhs.type)
+
+            return arithmetic
+        if name in _COMPARISONS:
+            operation, emit = _COMPARISONS[name]
+            return lambda lhs, rhs: self.map(operation, emit, (lhs, rhs), BOOL)
+        if name.startswith("get_") and name.endswith("_ty"):
+            return lambda: _lane_type(name[4:-3])
+        if name.startswith(("get_int", "get_uint")):
+            return lambda value: self.constant(_lane_type(name[4:].lstrip("u")), value)
+        if name.startswith("create_"):
+            raise Unsupported(name.removeprefix("create_"))
+        raise AttributeError(name)
+
+    # types
+
+    def get_ptr_ty(self, element: Any, _address_space: Any) -> Pointer:
+        return Pointer(element)
+
+    def get_block_ty(self, element: Any, shape: Sequence[int]) -> Block:
+        return Block(element, tuple(shape))
+
+    # values
+
+    def get_null_value(self, type_: Any) -> Scalar:
+        return self.constant(type_, 0)
+
+    def get_all_ones_value(self, type_: Any) -> Scalar:
+        return self.constant(type_, -1)
+
+    def get_fp32(self, value: float) -> Scalar:
+        """Only zero: the others need a rounding rule that nothing here needs."""
+        if str(float(value)) != "0.0":
+            raise Unsupported(f"the float {value}")
+        return self.constant(INT32, 0)
+
+    def create_get_program_id(self, axis: int) -> Scalar:
+        return Scalar(INT32, (), value=self._program_ids[axis])
+
+    def create_get_num_programs(self, axis: int) -> Scalar:
+        return Scalar(INT32, (), value=self._grid[axis])
+
+    def create_make_range(self, _type: Any, start: int, stop: int) -> Lanes:
+        return Lanes(INT32, (stop - start,), None, start)
+
+    # shapes
+
+    def create_splat(self, type_: Block, source: Handle) -> Handle:
+        return View(source.type, type_.shape, source.pointee, source, (None,) * len(source.shape))
+
+    def create_broadcast(self, source: Handle, shape: Sequence[int]) -> Handle:
+        axes = tuple(None if size == 1 else axis for axis, size in enumerate(source.shape))
+        return View(source.type, tuple(shape), source.pointee, source, axes)
+
+    def create_expand_dims(self, source: Handle, axis: int) -> Handle:
+        shape = (*source.shape[:axis], 1, *source.shape[axis:])
+        axes = tuple(old if old < axis else old + 1 for old in range(len(source.shape)))
+        return View(source.type, shape, source.pointee, source, axes)
+
+    # casts and pointers
+
+    def create_int_cast(self, source: Handle, type_: Any, signed: bool) -> Handle:
+        wanted, width = _element(type_), source.type.width
+        if wanted.width == width:
+            return source
+        if wanted.width < width:
+            return self.map("trunc", lambda b, x: b.trunc(x, wanted), (source,), wanted)
+        if signed:
+            return self.map("sext", lambda b, x: b.sext(x, wanted), (source,), wanted)
+        return self.map("zext", lambda b, x: b.zext(x, wanted), (source,), wanted)
+
+    def create_bitcast(self, source: Handle, type_: Any) -> Handle:
+        element = _element(type_)
+        if isinstance(element, Pointer):
+            element, pointee = INT64, element.pointee
+        else:
+            pointee = None
+        if element != source.type:
+            raise Unsupported(f"bitcast from {source.type} to {element}")
+        return self.map("bitcast", lambda _, x: x, (source,), element, pointee)
+
+    create_int_to_ptr = create_bitcast
+    create_ptr_to_int = create_bitcast
+
+    def create_addptr(self, pointer: Handle, offset: Handle) -> Handle:
+        if not isinstance(pointer.pointee, ir.IntType):
+            raise Unsupported("arithmetic on a pointer to pointers")
+        size = ir.Constant(INT64, max(1, pointer.pointee.width // 8))
+
+        def emit(b: Any, address: Any, count: Any) -> Any:
+            wide = count if count.type == INT64 else b.sext(count, INT64)
+            return b.add(address, b.mul(wide, size))
+
+        return self.map("addptr", emit, (pointer, offset), INT64, pointer.pointee)
+
+    def create_select(self, condition: Handle, lhs: Handle, rhs: Handle) -> Handle:
+        return self.map("select", lambda b, c, x, y: b.select(c, x, y), (condition, lhs, rhs), lhs.type, lhs.pointee)
+
+
+_FLOAT_BITS = {"half": 16, "bf16": 16, "float": 32, "double": 64}
+
+
+def _lane_type(name: str) -> Any:
+    """LLVM's type for the name in Triton's get_NAME_ty; a float is the integer of its width."""
+    if name.startswith("fp8"):
+        return ir.IntType(8)
+    bits = _FLOAT_BITS.get(name) or int(name.lstrip("u").removeprefix("int"))
+    return ir.IntType(bits)
+
+
+def _element(type_: Any) -> Any:
+    return type_.element if isinstance(type_, Block) else type_

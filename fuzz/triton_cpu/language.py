@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""What the functions of ``triton.language`` do with a translated kernel's values.
+
+Relied upon: a method of ``Language`` is called with the arguments of the ``tl`` function of its name, so its parameters
+are named and ordered as Triton's. Import only once Triton is in interpreter mode.
+"""
+
+# ruff: noqa: D102 - Triton names and documents the functions
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import triton.language as tl
+
+from fuzz.triton_cpu.builder import Builder
+from fuzz.triton_cpu.operators import Operators, WeakInt, known
+from fuzz.triton_cpu.reductions import reduce, scan
+from fuzz.triton_cpu.tiles import Handle, Load, Scalar, Unsupported
+
+
+class Language(Operators):
+    """One kernel's ``tl``. ``needed_later`` gives the values that a store must not change."""
+
+    NAMES = (
+        frozenset(["program_id", "num_programs", "arange", "load", "store", "where", "minimum", "maximum", "full"])
+        | frozenset(["zeros", "cast", "expand_dims", "multiple_of", "max_contiguous", "max_constancy", "constexpr"])
+        | frozenset(["sum", "max", "min", "cumsum", "static_assert", "device_assert", "debug_barrier"])
+    )
+    METHODS = frozenset(["to", "cast", "expand_dims", "sum", "max", "min", "cumsum", "store"])
+
+    def __init__(
+        self, builder: Builder, needed_later: Callable[[], list[Handle]], fail_if: Callable[[Any, str], None]
+    ) -> None:
+        super().__init__(builder, fail_if)
+        self._needed_later = needed_later
+
+    def program_id(self, axis: int) -> Any:
+        return self.semantic.program_id(axis)
+
+    def num_programs(self, axis: int) -> Any:
+        return self.semantic.num_programs(axis)
+
+    def arange(self, start: int, end: int) -> Any:
+        return self.semantic.arange(start, end)
+
+    def full(self, shape: Sequence[Any], value: Any, dtype: Any) -> Any:
+        value = self.tensor(value) if isinstance(value, WeakInt) else value
+        return self.semantic.full([_plain(size) for size in shape], value, dtype)
+
+    def zeros(self, shape: Sequence[Any], dtype: Any) -> Any:
+        return self.full(shape, 0, dtype)
+
+    def where(self, condition: Any, x: Any, y: Any) -> Any:
+        return self.semantic.where(self.tensor(condition), self.number(x, y), self.number(y, x))
+
+    def minimum(self, x: Any, y: Any) -> Any:
+        return self.semantic.minimum(self.number(x, y), self.number(y, x), tl.PropagateNan.NONE)
+
+    def maximum(self, x: Any, y: Any) -> Any:
+        return self.semantic.maximum(self.number(x, y), self.number(y, x), tl.PropagateNan.NONE)
+
+    def cast(self, input: Any, dtype: Any) -> Any:
+        return self.semantic.cast(self.tensor(input), dtype)
+
+    to = cast
+
+    def expand_dims(self, input: Any, axis: int) -> Any:
+        rank = len(input.shape) + 1
+        if not isinstance(axis, int) or not -rank <= axis < rank:
+            raise Unsupported(f"expand_dims at {axis!r}")
+        return self.semantic.expand_dims(input, axis % rank)
+
+    def multiple_of(self, input: Any, values: Any) -> Any:  # noqa: ARG002
+        return input
+
+    max_contiguous = multiple_of
+    max_constancy = multiple_of
+
+    def constexpr(self, value: Any) -> Any:
+        return value
+
+    def static_assert(self, cond: Any, msg: str = "") -> None:
+        if not known(cond) or not cond:
+            raise Unsupported(f"a failing static_assert {msg}")
+
+    def device_assert(self, cond: Any, msg: str = "", mask: Any = None) -> None:
+        """Nothing: the interpreter runs without debug."""
+
+    def debug_barrier(self) -> None:
+        """Nothing: a program has one thread."""
+
+    def load(self, pointer: Any, mask: Any = None, other: Any = None, **_hints: Any) -> Any:
+        semantic = self.semantic
+        if not isinstance(pointer, tl.tensor) or not pointer.type.scalar.is_ptr():
+            raise Unsupported("a load from what is no pointer")
+        if mask is None and other is not None:
+            raise Unsupported("a load with other and no mask")
+        if mask is not None:
+            pointer, mask = self._masked(pointer, mask)
+        is_bool = pointer.type.scalar.element_ty == tl.int1
+        pointer, element = self._bool_as_byte(pointer)
+        lane_type = element.to_ir(self.builder)
+        if other is None:
+            other = tl.tensor(self.builder.get_null_value(lane_type), element)
+        other = semantic.cast(self.tensor(other), element)
+        if pointer.type.is_block():
+            pointer, other = semantic.broadcast_impl_value(pointer, other)
+        elif other.type.is_block():
+            raise Unsupported("a scalar load with a tile as other")
+        type_ = pointer.type.with_element_ty(element) if pointer.type.is_block() else element
+        mask_handle = None if mask is None else mask.handle
+        handle: Handle = Load(
+            lane_type, pointer.handle.shape, None, pointer=pointer.handle, mask=mask_handle, other=other.handle
+        )
+        if not handle.shape:
+            handle = Scalar(lane_type, (), value=self.emitter.lane(handle, (), {}))
+        result = tl.tensor(handle, type_)
+        return semantic.cast(result, tl.int1) if is_bool else result
+
+    def store(self, pointer: Any, value: Any, mask: Any = None, **_hints: Any) -> None:
+        semantic = self.semantic
+        if not isinstance(pointer, tl.tensor) or not pointer.type.scalar.is_ptr():
+            raise Unsupported("a store to what is no pointer")
+        shape = pointer.handle.shape
+        value = self.tensor(value)
+        if mask is not None:
+            pointer, mask = self._masked(pointer, mask)
+        if pointer.type.is_block():
+            pointer, value = semantic.broadcast_impl_value(pointer, value)
+        if pointer.handle.shape != shape or value.handle.shape != shape:
+            raise Unsupported("a store of a larger tile than its pointers")
+        value = semantic.cast(value, pointer.type.scalar.element_ty)
+        pointer, element = self._bool_as_byte(pointer)
+        value = semantic.cast(value, element)
+        self.emitter.store(pointer.handle, value.handle, None if mask is None else mask.handle, self._needed_later())
+
+    def sum(self, input: Any, axis: int | None = None, keep_dims: bool = False, dtype: Any = None) -> Any:
+        tile = self.semantic.cast(input, self._sum_type(input, dtype))
+        return self._reduced(tile, axis, keep_dims, self.builder.create_add, 0)
+
+    def max(self, input: Any, axis: int | None = None, keep_dims: bool = False) -> Any:
+        tile = self._at_least_32_bits(input)
+        larger = self.builder.create_maxsi if tile.dtype.is_int_signed() else self.builder.create_maxui
+        return self._reduced(tile, axis, keep_dims, larger, tile.dtype.get_int_min_value())
+
+    def min(self, input: Any, axis: int | None = None, keep_dims: bool = False) -> Any:
+        tile = self._at_least_32_bits(input)
+        smaller = self.builder.create_minsi if tile.dtype.is_int_signed() else self.builder.create_minui
+        return self._reduced(tile, axis, keep_dims, smaller, tile.dtype.get_int_max_value())
+
+    def cumsum(self, input: Any, axis: int = 0, reverse: bool = False, dtype: Any = None) -> Any:
+        if reverse:
+            raise Unsupported("a reversed cumsum")
+        tile = self.semantic.cast(input, self._sum_type(input, dtype))
+        return tl.tensor(scan(self.builder, tile.handle, _axis(tile, axis), self.builder.create_add), tile.type)
+
+    def _sum_type(self, tile: Any, dtype: Any) -> Any:
+        if not isinstance(tile, tl.tensor) or not tile.dtype.is_int():
+            raise Unsupported("a sum of what are no integers")
+        if dtype is not None:
+            return dtype
+        if tile.dtype.int_bitwidth >= 32:
+            return tile.dtype
+        return tl.int32 if tile.dtype.is_int_signed() else tl.uint32
+
+    def _at_least_32_bits(self, tile: Any) -> Any:
+        if not isinstance(tile, tl.tensor) or not tile.dtype.is_int():
+            raise Unsupported("a maximum of what are no integers")
+        return tile if tile.dtype.int_bitwidth >= 32 else self.semantic.cast(tile, tl.int32)
+
+    def _reduced(self, tile: Any, axis: int | None, keep_dims: bool, combine: Any, initial: int) -> Any:
+        if keep_dims:
+            raise Unsupported("keep_dims")
+        handle = reduce(self.builder, tile.handle, None if axis is None else _axis(tile, axis), combine, initial)
+        return tl.tensor(handle, tl.block_type(tile.dtype, list(handle.shape)) if handle.shape else tile.dtype)
+
+    def _masked(self, pointer: Any, mask: Any) -> tuple[Any, Any]:
+        mask = self.tensor(mask)
+        if not isinstance(mask, tl.tensor) or not mask.dtype.is_bool():
+            raise Unsupported("a mask that is not boolean")
+        if pointer.type.is_block():
+            pointer, mask = self.semantic.broadcast_impl_value(pointer, mask)
+            return pointer, mask
+        if mask.type.is_block():
+            raise Unsupported("a tile as mask of a scalar pointer")
+        return pointer, mask
+
+    def _bool_as_byte(self, pointer: Any) -> tuple[Any, Any]:
+        element = pointer.type.scalar.element_ty
+        if element.is_ptr():
+            raise Unsupported("a pointer to pointers")
+        if element == tl.int1:
+            return self.semantic.cast(pointer, tl.pointer_type(tl.int8)), tl.int8
+        return pointer, element
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, tl.constexpr) else value
+
+
+def _axis(tile: Any, axis: Any) -> int:
+    rank = len(tile.handle.shape)
+    if not isinstance(axis, int) or not -rank <= axis < rank:
+        raise Unsupported(f"axis {axis!r} of a tile of rank {rank}")
+    return axis % rank
