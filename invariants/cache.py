@@ -25,7 +25,7 @@ class PrefixCache:
 
     def nodes(self, request: TracedRequest) -> list[int]:
         """One node for each full block of everything that the request ever held, prompt and output."""
-        data = np.concatenate([request.prompt, np.asarray(request.output, np.int32)]).astype(np.int32).tobytes()
+        data = request.prompt.astype(np.int32).tobytes() + np.array(request.output, np.int32).tobytes()
         size = 4 * self.block_size
         nodes, parent = [], 0
         for end in range(size, len(data) + 1, size):

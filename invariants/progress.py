@@ -49,32 +49,28 @@ def _rows(view: View) -> Iterator[Violation]:
 
 def _chain(view: View) -> Iterator[Violation]:
     """A life begins as admitted and goes on where its last chunk ended."""
-    lives = view.trace.admissions
-    order = np.argsort(view.admission, kind="stable")
-    admission, step = view.admission[order], view.step[order]
-    computed, end = view.computed[order], (view.computed + view.scheduled)[order]
-    same = admission[1:] == admission[:-1]
-    for index, more in examples(same & (step[1:] == step[:-1])):
-        row = int(order[index + 1])
-        yield _at(view, row, "admission", f"two rows of one step belong to admission {admission[index]}{more}", 1, 2)
-    for index, more in examples(same & (computed[1:] != end[:-1])):
-        message = f"a chunk starts at {computed[index + 1]}, but the one before ended at {end[index]}{more}"
-        yield _at(view, int(order[index + 1]), "computed", message, end[index], computed[index + 1])
-    first = order[np.flatnonzero(np.concatenate([[True], ~same]))] if len(order) else order
-    started = {int(view.admission[row]): int(row) for row in first}
-    for index, life in enumerate(lives):
-        if index not in started and view.trace.faults:
-            continue  # the step broke off
-        if index not in started:
+    before = view.before
+    goes_on = before >= 0
+    for row, more in examples(goes_on & (view.step == view.step[before])):
+        message = f"two rows of one step belong to admission {view.admission[row]}{more}"
+        yield _at(view, row, "admission", message, 1, 2)
+    end = (view.computed + view.scheduled)[before]
+    for row, more in examples(goes_on & (view.computed != end)):
+        message = f"a chunk starts at {view.computed[row]}, but the one before ended at {end[row]}{more}"
+        yield _at(view, row, "computed", message, end[row], view.computed[row])
+    first = np.flatnonzero(~goes_on)
+    started = dict(zip(view.admission[first].tolist(), first.tolist(), strict=True))
+    for index, life in enumerate(view.trace.admissions):
+        row = started.get(index, -1)
+        if row >= 0:
+            begun = view.trace.steps[int(view.step[row])].index, int(view.computed[row]), int(view.scheduled[row])
+            if begun != (life.step, life.computed, life.scheduled):
+                message = f"admission {index} (step, computed, scheduled) does not begin as it was admitted"
+                yield _at(view, row, "first chunk", message, (life.step, life.computed, life.scheduled), begun)
+        elif not view.trace.faults:  # after a fault: the step broke off
             name = view.trace.requests[life.request].id
             message = f"admission {index} of request {name} never ran"
             yield broken("admission", message, "a row", "none", request=name, step=life.step)
-            continue
-        row = started[index]
-        begun = view.trace.steps[int(view.step[row])].index, int(view.computed[row]), int(view.scheduled[row])
-        if begun != (life.step, life.computed, life.scheduled):
-            message = f"admission {index} (step, computed, scheduled) does not begin as it was admitted"
-            yield _at(view, row, "first chunk", message, (life.step, life.computed, life.scheduled), begun)
 
 
 def _chunks(view: View, tokens: IntArray) -> Iterator[Violation]:

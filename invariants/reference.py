@@ -22,14 +22,13 @@ Imports nothing of vLLM.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from invariants.cache import PrefixCache
-from invariants.trace import NULL_BLOCK, Step, Trace
+from invariants.trace import NULL_BLOCK, Admission, Step, Trace
 
 
 def adopted_hit(hit: int, replay: int) -> int:
@@ -98,6 +97,17 @@ def predict(trace: Trace) -> list[Prediction | None]:
     return _Replay(trace).run()
 
 
+@dataclass(slots=True)
+class _Life:
+    """How far one admission has been followed."""
+
+    request: int
+    seen: list[int]
+    """In each group: entries of its table that are not new any more."""
+    registered: dict[int, int]
+    """In each caching group: blocks that had their turn."""
+
+
 class _Replay:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -110,10 +120,7 @@ class _Replay:
         self.caches = {group: PrefixCache(trace.groups[group].block_size, self.multiple) for group in caching}
         self.nodes: dict[tuple[int, int], list[int]] = {}
         """Of each request, in each caching group."""
-        self.seen: dict[int, list[int]] = {}
-        """Of each admission: entries of its table in each group that are not new any more."""
-        self.registered: dict[tuple[int, int], int] = {}
-        """Of each admission, in each caching group: blocks that had their turn."""
+        self.lives: dict[int, _Life] = {}
 
     def run(self) -> list[Prediction | None]:
         admissions = self.trace.admissions
@@ -125,44 +132,43 @@ class _Replay:
                         cache.clear()
                     elif event == "drop_blocks":
                         cache.doubt()
-            fresh: list[tuple[int, int]] = []
-            for row, admission in enumerate(step.admission.tolist()):
-                if not 0 <= admission < len(admissions):
-                    continue
-                if predictions[admission] is None:
-                    fresh.append((admission, row))
-                else:
-                    self._schedule(step, admission, row)
-            for admission, row in sorted(fresh):
-                predictions[admission] = self._admit(step, admission, row)
+            fresh: list[tuple[int, int, int]] = []
+            ends = (step.computed + step.scheduled).tolist()
+            for row, (admission, end) in enumerate(zip(step.admission.tolist(), ends, strict=True)):
+                if admission in self.lives:
+                    self._schedule(step, row, self.lives[admission], end)
+                elif 0 <= admission < len(admissions):
+                    fresh.append((admission, row, end))
+            for admission, row, end in sorted(fresh):
+                predictions[admission] = self._admit(step, row, admissions[admission])
+                life = self._adopt(admissions[admission])
+                self._schedule(step, row, self.lives.setdefault(admission, life), end)
         return predictions
 
-    def _admit(self, step: Step, admission: int, row: int) -> Prediction:
-        """Look the request up, then let it take its blocks."""
-        life = self.trace.admissions[admission]
-        low, high = self.caches[self.cacheable].lookup(self._nodes(life.request, self.cacheable), life.tokens)
+    def _admit(self, step: Step, row: int, admission: Admission) -> Prediction:
+        """Look the request up, before it takes its blocks."""
+        low, high = self.caches[self.cacheable].lookup(self._nodes(admission.request, self.cacheable), admission.tokens)
         doubt = "drop_blocks may have dropped a block of it" if low < high else ""
         if len(self.caches) > 1:
-            low, doubt = self._window_hit(life.request, low), "replay is off, so the window group takes part"
+            low, doubt = self._window_hit(admission.request, low), "replay is off, so the window group takes part"
         if not step.tables:
             low, doubt = 0, "without block tables nobody knows what was evicted"
         stranger = None
         for group, cache in self.caches.items():
-            adopted = life.hit // cache.block_size
-            self.registered[admission, group] = adopted
-            table = step.tables[group][row][:adopted].tolist() if step.tables else []
-            for index, (block, node) in enumerate(zip(table, self._nodes(life.request, group), strict=False)):
+            table = step.tables[group][row][: admission.hit // cache.block_size].tolist() if step.tables else []
+            for index, (block, node) in enumerate(zip(table, self._nodes(admission.request, group), strict=False)):
                 if cache.holds(block, node):
                     cache.trust(block)
                 elif group == self.cacheable:
                     stranger = index
                     break
-        self.seen[admission] = [
-            life.hit // group.block_size if number in self.caches else 0
-            for number, group in enumerate(self.trace.groups)
-        ]
-        self._schedule(step, admission, row)
         return Prediction(low, high, doubt, stranger)
+
+    def _adopt(self, admission: Admission) -> _Life:
+        """The life as it begins: what it adopted is neither new nor registered again."""
+        blocks = [admission.hit // group.block_size for group in self.trace.groups]
+        seen = [adopted if group in self.caches else 0 for group, adopted in enumerate(blocks)]
+        return _Life(admission.request, seen, {group: blocks[group] for group in self.caches})
 
     def _window_hit(self, request: int, most: int) -> int:
         """Longest hit up to ``most`` whose window is surely cached too."""
@@ -181,43 +187,33 @@ class _Replay:
         end = boundary // block_size
         return max(end - math.ceil((self.trace.geometry.window - 1) / block_size), 0), end
 
-    def _schedule(self, step: Step, admission: int, row: int) -> None:
-        """Blocks newly in the row's tables lose what they held; blocks that the chunk fills can be hit."""
-        for block in self._new_blocks(step, admission, row):
-            for cache in self.caches.values():
-                cache.evict(block)
-        request = self.trace.admissions[admission].request
-        end = (int(step.computed[row]) + int(step.scheduled[row])) // self.multiple * self.multiple
+    def _schedule(self, step: Step, row: int, life: _Life, end: int) -> None:
+        """Blocks newly in the row's tables lose what they held; blocks full with ``end`` tokens can be hit."""
+        for group, tables in enumerate(step.tables):
+            table, seen = tables[row], life.seen[group]
+            if len(table) > seen:
+                life.seen[group] = len(table)
+                for block in table[seen:].tolist():
+                    for cache in self.caches.values():
+                        cache.evict(block)
         for group, cache in self.caches.items():
-            first, last = self.registered[admission, group], end // cache.block_size
+            first, last = life.registered[group], end // self.multiple * self.multiple // cache.block_size
             if last <= first:
                 continue
-            self.registered[admission, group] = last
+            life.registered[group] = last
             if group != self.cacheable:
-                prompt = len(self.trace.requests[request].prompt)
+                prompt = len(self.trace.requests[life.request].prompt)
                 kept = self._kept((prompt - 1) // self.multiple * self.multiple, cache.block_size)
                 first, last = max(first, kept[0]), min(last, kept[1])
-            nodes = self._nodes(request, group)[first:last]
+            nodes = self._nodes(life.request, group)[first:last]
             # Without tables a prefix stands for its block: it is never seen to be evicted.
             blocks = step.tables[group][row][first:last].tolist() if step.tables else [-node for node in nodes]
-            self._register(cache, blocks, nodes)
-
-    @staticmethod
-    def _register(cache: PrefixCache, blocks: Sequence[int], nodes: Sequence[int]) -> None:
-        for block, node in zip(blocks, nodes, strict=False):
-            if block != NULL_BLOCK:
-                cache.register(block, node)
+            for block, node in zip(blocks, nodes, strict=False):
+                if block != NULL_BLOCK:
+                    cache.register(block, node)
 
     def _nodes(self, request: int, group: int) -> list[int]:
         nodes = self.nodes.get((request, group))
         if nodes is None:
             nodes = self.nodes[request, group] = self.caches[group].nodes(self.trace.requests[request])
         return nodes
-
-    def _new_blocks(self, step: Step, admission: int, row: int) -> Iterator[int]:
-        seen = self.seen[admission]
-        for group, tables in enumerate(step.tables):
-            table = tables[row]
-            if len(table) > seen[group]:
-                yield from table[seen[group] :].tolist()
-                seen[group] = len(table)

@@ -20,7 +20,7 @@ def owners(view: View) -> Iterator[Violation]:
     """No block that a life did not adopt is in another table, or in one twice, in the same step."""
     groups, rows, columns, keys = [], [], [], []
     for number, (table, spec) in enumerate(zip(view.tables, view.trace.groups, strict=True)):
-        row, column = table.entries()
+        row, column = table.row, table.column
         shared = view.hit[row] if spec.kind == "cacheable" or not view.replay else np.zeros_like(row)
         own = (table.blocks > NULL_BLOCK) & ((column + 1) * table.block_size > shared)
         groups.append(np.full(np.count_nonzero(own), number))
@@ -42,27 +42,22 @@ def owners(view: View) -> Iterator[Violation]:
 
 def growth(view: View) -> Iterator[Violation]:
     """While a life lasts its tables only grow, but for window blocks that become null."""
-    order = np.argsort(view.admission, kind="stable")
-    follows = np.full(len(order), -1)
-    """[rows] the row before of the same life, or -1."""
-    same = view.admission[order[1:]] == view.admission[order[:-1]]
-    follows[order[1:][same]] = order[:-1][same]
     for group, (table, spec) in enumerate(zip(view.tables, view.trace.groups, strict=True)):
-        row, column = table.entries()
-        before = follows[row]
+        row, column = table.row, table.column
+        before = view.before[row]
         known = (before >= 0) & (column < table.length[before])
         old = table.blocks[np.where(known, table.offset[before] + column, 0)]
         changed = known & (old != table.blocks)
         if spec.kind == "window":
             changed &= table.blocks != NULL_BLOCK
-        shrunk = (follows >= 0) & (table.length < table.length[follows])
+        shrunk = (view.before >= 0) & (table.length < table.length[view.before])
         for entry, more in examples(changed):
             message = f"{_entry(view, group, int(row[entry]), int(column[entry]))} was block {old[entry]} before{more}"
             at = row[entry], column[entry] * table.block_size
             site, seen = f"group {group}, table", table.blocks[entry]
             yield view.violation("write-fence", site, at, message, f"block {old[entry]}", f"block {seen}")
         for index, more in examples(shrunk):
-            lengths = table.length[follows[index]], table.length[index]
+            lengths = table.length[view.before[index]], table.length[index]
             message = f"the table in group {group} shrank from {lengths[0]} to {lengths[1]} blocks{more}"
             yield view.violation("write-fence", f"group {group}, table", (index, None), message, *lengths)
 

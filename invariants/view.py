@@ -58,6 +58,7 @@ class View:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
+        self._joined: dict[tuple[int, ...], IntArray] = {}
         steps = trace.steps
         self.replay = trace.geometry.window if trace.replay_expected else 0
         """Tokens that a hit replays: W where replay is on, else 0."""
@@ -67,6 +68,11 @@ class View:
         """[rows] index into ``Trace.steps``."""
         self.request = _join([step.request for step in steps])
         self.admission = _index(_join([step.admission for step in steps]), len(trace.admissions))
+        order = np.argsort(self.admission, kind="stable")
+        same = self.admission[order[1:]] == self.admission[order[:-1]]
+        self.before = np.full(len(order), -1)
+        """[rows] the row before of the same life, or -1."""
+        self.before[order[1:][same]] = order[:-1][same]
         self.computed = _join([step.computed for step in steps])
         self.scheduled = _join([step.scheduled for step in steps])
         self.prefill: BoolArray = _join([step.prefill for step in steps]).astype(np.bool_)
@@ -102,14 +108,14 @@ class View:
                 consumer,
                 per,
                 self._rows([(step, g.row) for step, g in part]),
-                _join([g.position for _, g in part]),
-                _join([g.first for _, g in part]),
-                _join([g.last for _, g in part]),
+                self._join([g.position for _, g in part]),
+                self._join([g.first for _, g in part]),
+                self._join([g.last for _, g in part]),
                 self._rows([(step, g.cell_row) for step, g in part]),
-                _join([g.cell_position for _, g in part]),
-                _join([g.cell_slot for _, g in part]),
-                _join([g.cell_writer for _, g in part]),
-                _join([g.cell_written for _, g in part]),
+                self._join([g.cell_position for _, g in part]),
+                self._join([g.cell_slot for _, g in part]),
+                self._join([g.cell_writer for _, g in part]),
+                self._join([g.cell_written for _, g in part]),
             )
             for (consumer, per), part in parts.items()
         ]
@@ -119,19 +125,27 @@ class View:
         part = [(k, w) for k, step in enumerate(self.trace.steps) for w in step.writes if w.group == group]
         return Stores(
             self._rows([(step, w.row) for step, w in part]),
-            _join([w.position for _, w in part]),
-            _join([w.slot for _, w in part]),
+            self._join([w.position for _, w in part]),
+            self._join([w.slot for _, w in part]),
         )
 
     def _rows(self, parts: Sequence[tuple[int, IntArray]]) -> IntArray:
         """Rows of single steps, numbered through; -1 where the step has no such row."""
-        row: IntArray = _join([rows for _, rows in parts])
-        step = np.repeat([step for step, _ in parts], [len(rows) for _, rows in parts])
-        if not len(step):
-            return row
-        valid = (row >= 0) & (row < self.rows_of_step[step])
-        numbered: IntArray = np.where(valid, row + self.row_offset[step], -1)
-        return numbered
+        row: IntArray = self._join([rows for _, rows in parts])
+        steps = [step for step, _ in parts]
+        number = (-1, id(row), *steps)
+        if number not in self._joined:
+            step = np.repeat(np.array(steps, np.int64), [len(rows) for _, rows in parts])
+            valid = (row >= 0) & (row < self.rows_of_step[step])
+            self._joined[number] = np.where(valid, row + self.row_offset[step], -1)
+        return self._joined[number]
+
+    def _join(self, parts: Sequence[IntArray]) -> IntArray:
+        """The arrays end to end. An engine uses the same array in several places, so each list is joined once."""
+        number = tuple(map(id, parts))
+        if number not in self._joined:
+            self._joined[number] = _join(parts)
+        return self._joined[number]
 
     def where(self, row: int) -> str:
         """The row for a message."""
@@ -168,11 +182,10 @@ class Table:
         """[rows]"""
         self.offset: IntArray = np.cumsum(self.length) - self.length
         """[rows] entry at which the row's table begins."""
-
-    def entries(self) -> tuple[IntArray, IntArray]:
-        """[entries] row and column of each entry."""
-        row = np.repeat(np.arange(len(self.length)), self.length)
-        return row, np.arange(len(row)) - self.offset[row]
+        self.row = np.repeat(np.arange(len(rows)), self.length)
+        """[entries]"""
+        self.column: IntArray = np.arange(len(self.row)) - self.offset[self.row]
+        """[entries]"""
 
     def block(self, row: IntArray, position: IntArray) -> IntArray:
         """[n] block that the manager has for each position of each row; -1 past the table's end."""
@@ -212,6 +225,8 @@ def compare(keys: IntArray, expected: IntArray) -> tuple[IntArray, IntArray]:
 
 def examples(broken: BoolArray | IntArray) -> Iterator[tuple[int, str]]:
     """The first few entries of a mask, or of a list of numbers, each with the tail of its message."""
+    if broken.dtype == np.bool_ and not broken.any():
+        return  # nearly always
     found = np.flatnonzero(broken) if broken.dtype == np.bool_ else broken
     shown = found[:EXAMPLES].tolist()
     for index in shown[:-1]:
