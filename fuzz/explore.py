@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""``replaycheck run``: the engine's seeds, then cases from Hypothesis, until the budget is used up.
+
+Hypothesis makes the cases and shrinks the first that breaks something new; its smallest version is kept in ``crashes/``
+and the search goes on. What a finding breaks is from then on counted, not reported again. A case is told from another
+by what it breaks, (invariant, site), so that shrinking does not wander off to another bug.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final, Never
+
+from hypothesis import HealthCheck, Phase, Verbosity, event, given, seed, settings, target
+from hypothesis.errors import Flaky
+from hypothesis.strategies import SearchStrategy
+
+from fuzz import corpus, options, report
+from fuzz.case import Case
+from fuzz.engines.base import Engine, Refused
+from fuzz.run import Judged, Key, Tally, keep, open_engine, run_case
+from fuzz.strategies import cases
+
+ROUND: Final = 1000
+"""Most examples in one Hypothesis run. Its memory of what it tried grows with each."""
+SHRINK_SECONDS: Final = 20.0
+"""For how long one finding is made smaller. May go beyond the run's time."""
+DEFAULT_SECONDS: Final = 60.0
+
+
+def observe(reached: Iterable[str]) -> None:
+    """Tell Hypothesis which edges the example reached: for its statistics, and to have it look for more at once."""
+    edges = sorted(reached)
+    for edge in edges:
+        event(edge)
+    target(len(edges), label="edges in one case")
+
+
+class _Fired(Exception):
+    """Tells Hypothesis that the example is one to shrink."""
+
+
+class _Stop(BaseException):
+    """Leaves Hypothesis at once; it lets through what is no ``Exception``."""
+
+
+@dataclass
+class Explorer:
+    """Runs cases and keeps what they break. ``tally`` is right at any time, also after a Ctrl-C."""
+
+    engine: Engine
+    strategy: SearchStrategy[Case]
+    seed: int
+    cases: int | None = None
+    """Cases to run; None: as many as there is time for."""
+    deadline: float | None = None
+    """Of ``time.monotonic``."""
+    progress: Callable[[Tally], None] = lambda _: None
+    """Called after every case."""
+    tally: Tally = field(default_factory=Tally)
+    _seen: set[int] = field(default_factory=set)
+    _found: set[Key] = field(default_factory=set)
+    _strays: dict[Key, Judged] = field(default_factory=dict)
+    """What came up while something else was being shrunk."""
+    _smallest: Judged | None = None
+    """The smallest case so far of what is being shrunk."""
+    _key: Key | None = None
+    _shrink_until: float = 0.0
+
+    def run(self, seeds: Iterable[Case]) -> None:
+        """The seeds, then generated cases. Raises ``CannotRun``; a ``KeyboardInterrupt`` after all found is kept."""
+        try:
+            for case in seeds:
+                if self._spent():
+                    break
+                self._explore(case, shrinkable=False)
+            number = 0
+            while not self._spent() and self._round(self.seed + number):
+                number += 1
+        finally:
+            for judged in self._strays.values():
+                self._keep(judged)
+
+    def _spent(self) -> bool:
+        enough = self.cases is not None and self.tally.cases >= self.cases
+        return enough or (self.deadline is not None and time.monotonic() >= self.deadline)
+
+    def _round(self, number: int) -> bool:
+        """One Hypothesis run, which ends with its examples or with the first finding; False if no case was new."""
+        before = len(self._seen)
+        left = ROUND if self.cases is None else min(ROUND, self.cases - self.tally.cases)
+
+        @seed(number)
+        @settings(
+            max_examples=left,
+            phases=(Phase.generate, Phase.target, Phase.shrink),
+            database=None,
+            derandomize=False,
+            deadline=None,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+            verbosity=Verbosity.quiet,
+        )
+        @given(self.strategy)
+        def every(case: Case) -> None:
+            if self._key is None:
+                self._explore(case, shrinkable=True)
+            else:
+                self._shrink(case)
+
+        try:
+            every()
+        except (_Fired, _Stop, Flaky):
+            # What fired is in hand, also where it did not fire again.
+            pass
+        finally:
+            judged, self._key, self._smallest = self._smallest, None, None
+            if judged:
+                self._keep(judged)
+        return len(self._seen) > before
+
+    def _explore(self, case: Case, shrinkable: bool) -> None:
+        """Run one more case; raise ``_Fired`` if it breaks something new and is to be shrunk, else keep it."""
+        if self._spent():
+            raise _Stop
+        number = hash(case)
+        if number in self._seen:
+            return
+        self._seen.add(number)
+        try:
+            judged = run_case(self.engine, case)
+        except Refused as refused:
+            self.tally.refused[re.sub(r"\d+", "N", str(refused))] += 1
+            return
+        reached = self.tally.add(judged)
+        if shrinkable:
+            observe(reached)
+        self.progress(self.tally)
+        news = [key for key in judged.keys if key not in self._found]
+        self.tally.repeats.update(key for key in judged.keys if key in self._found)
+        if news and shrinkable:
+            self._fire(judged, news[0])
+        elif news:
+            self._keep(judged)
+
+    def _fire(self, judged: Judged, key: Key) -> Never:
+        self._key, self._smallest = key, judged
+        self._shrink_until = time.monotonic() + SHRINK_SECONDS
+        self.progress(self.tally)
+        raise _Fired
+
+    def _shrink(self, case: Case) -> None:
+        """Whether a candidate still breaks what is being shrunk: Hypothesis offers smaller and smaller ones."""
+        if time.monotonic() >= self._shrink_until:
+            raise _Stop
+        try:
+            judged = run_case(self.engine, case)
+        except Refused:
+            return
+        if self._key in judged.keys:
+            self._smallest = judged
+            raise _Fired
+        for key in judged.keys:
+            if key not in self._found:
+                self._strays.setdefault(key, judged)
+
+    def _keep(self, judged: Judged) -> None:
+        if self._found.issuperset(judged.keys):
+            return
+        self._found.update(judged.keys)
+        self.tally.findings.append(keep(judged, self.engine, self.seed))
+        self.progress(self.tally)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``replaycheck run``."""
+    options.add_engine(parser)
+    options.add_profile(parser, default="small")
+    parser.add_argument("--cases", type=options.positive(int), metavar="N", help="stop after N cases")
+    parser.add_argument(
+        "--time",
+        type=options.positive(float),
+        metavar="SECONDS",
+        help=f"stop after SECONDS, start-up included (default: {DEFAULT_SECONDS:g}, or no limit with --cases)",
+    )
+    parser.add_argument("--seed", type=int, help="of the generated cases (default: a random one, which is printed)")
+    options.add_json(parser)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run. 0: clean, or known findings only; 1: a finding; 2: could not run, or was broken off without a finding."""
+    started = time.monotonic()
+    number = random.randrange(1 << 32) if args.seed is None else args.seed
+    seconds = args.time or (None if args.cases else DEFAULT_SECONDS)
+    engine = open_engine(args.engine)
+    explorer = Explorer(
+        engine, cases(args.profile), number, args.cases, deadline=None if seconds is None else started + seconds
+    )
+    interrupted = False
+    with report.Meter(f"{args.engine}, {args.profile}", args.cases, seconds, started) as explorer.progress:
+        try:
+            explorer.run(_seeds(args.engine))
+        except KeyboardInterrupt:
+            interrupted = True
+    tally = explorer.tally
+    tally.seconds = time.monotonic() - started
+    run = report.Run(args.engine, args.profile, number, report.versions(engine), tally, interrupted)
+    report.print_run(run)
+    options.write_json(args.json, report.run_json(run))
+    if any(finding.is_violation for finding in tally.findings):
+        return 1
+    return 2 if interrupted or tally.findings else 0
+
+
+def _seeds(engine: str) -> Iterable[Case]:
+    """The engine's seeds that can be read; the others are named on standard error."""
+    try:
+        paths = corpus.files(corpus.folder(engine, "seeds"))
+    except corpus.CorpusError as error:
+        report.warn(f"{error}: starting without seeds")
+        return
+    for path in paths:
+        try:
+            yield corpus.read(path)
+        except corpus.CorpusError as error:
+            report.warn(str(error))

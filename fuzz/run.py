@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""One case on one engine, judged: case, trace, violations, finding. Everything that runs cases goes through here.
+
+Relied upon: an engine turns what vLLM raises into a fault of the trace, so an exception that gets here is our own bug;
+it is a finding like any other (``OWN_FAULT``), since the case that causes it must not be lost.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import tempfile
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from fuzz import corpus, known
+from fuzz.case import Case, Provenance
+from fuzz.edges import edges
+from fuzz.engines import ENGINES, load
+from fuzz.engines.base import Engine, Refused, Unavailable
+from invariants import judge
+from invariants.trace import Trace, Violation
+
+OWN_FAULT: Final = "replaycheck"
+"""Stands in the place of an invariant's id where replaycheck itself failed on a case."""
+
+INSTALL: Final = (
+    "install it with `python -m pip install --no-deps -r requirements/cpu.txt -e .` (CPU), or install replaycheck "
+    "with `python -m pip install -e .` where a vLLM is"
+)
+
+Key = tuple[str, str]
+"""(invariant, site): what tells findings apart."""
+
+
+class CannotRun(Exception):
+    """What was asked for cannot be done; the message is one line that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What came of running a case."""
+
+    case: Case
+    trace: Trace | None
+    """None if replaycheck itself failed."""
+    violations: list[Violation]
+    """Those that are not in the register of known findings."""
+    known: dict[str, list[Violation]]
+    """Those that are, by id of the entry."""
+
+    @property
+    def keys(self) -> list[Key]:
+        """What the case breaks, each once, in the order of the violations."""
+        return list(dict.fromkeys((violation.invariant, violation.site) for violation in self.violations))
+
+
+@dataclass(slots=True)
+class Finding:
+    """A case that breaks something new, as it was kept."""
+
+    judged: Judged
+    path: Path
+
+    @property
+    def is_violation(self) -> bool:
+        """Whether vLLM broke an invariant; otherwise replaycheck itself failed."""
+        return self.judged.violations[0].invariant != OWN_FAULT
+
+
+@dataclass(slots=True)
+class Tally:
+    """What many runs add up to."""
+
+    cases: int = 0
+    requests: int = 0
+    steps: int = 0
+    gathers: int = 0
+    """Runs of consecutive positions that a consumer read for a query or a row (``Gathers``), all of them judged."""
+    kernels: Counter[str] = field(default_factory=Counter)
+    """Cases by what executed the kernels (``Trace.kernels``)."""
+    edges: set[str] = field(default_factory=set)
+    known: Counter[str] = field(default_factory=Counter)
+    """Cases by known finding that fired in them."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Cases that vLLM would not take, by its reason, with the numbers taken out."""
+    findings: list[Finding] = field(default_factory=list)
+    repeats: Counter[Key] = field(default_factory=Counter)
+    """Further cases that broke what a finding breaks."""
+    seconds: float = 0.0
+
+    def add(self, judged: Judged) -> set[str]:
+        """Count a case in; returns the edges that it reached."""
+        self.cases += 1
+        self.requests += len(judged.case.requests)
+        self.known.update(judged.known.keys())
+        if judged.trace is None:
+            return set()
+        self.steps += len(judged.trace.steps)
+        self.gathers += sum(len(gathers.row) for step in judged.trace.steps for gathers in step.gathers)
+        self.kernels[judged.trace.kernels] += 1
+        reached = edges(judged.trace)
+        self.edges |= reached
+        return reached
+
+
+def open_engine(name: str) -> Engine:
+    """The engine, ready to run. Raises ``CannotRun``."""
+    if name not in ENGINES:
+        raise CannotRun(f"no engine is called '{name}'; there are: {', '.join(ENGINES)}")
+    # vLLM logs every reset of the prefix cache, which is a fuzzer's daily bread.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        return load(name)
+    except (Unavailable, ImportError) as error:
+        hint = f"; {INSTALL}" if not installed().get("vllm") else ""
+        raise CannotRun(f"engine '{name}' cannot run here: {error}{hint}") from error
+
+
+def run_case(engine: Engine, case: Case) -> Judged:
+    """Run and judge. Raises ``Refused`` if vLLM does not take the case, ``CannotRun`` if the engine cannot run here."""
+    try:
+        trace = engine.run(case)
+        news, old = known.split(judge(trace), trace)
+    except Refused:
+        raise
+    except Unavailable as error:
+        raise CannotRun(f"engine '{engine.name}' cannot run here: {error}") from error
+    except Exception as error:
+        return Judged(case, None, [_own_fault(error)], {})
+    return Judged(case, trace, news, old)
+
+
+def _own_fault(error: Exception) -> Violation:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(frame.filename).name}:{frame.name}"
+    text = "".join(traceback.format_exception(error)).rstrip()
+    return Violation(OWN_FAULT, text, expected="a case that is run and judged", seen=type(error).__name__, site=place)
+
+
+def keep(judged: Judged, engine: Engine, seed: int | None) -> Finding:
+    """Save a case that broke something under the engine's ``crashes/``, with where it comes from.
+
+    A folder that cannot be written to costs its place, not the finding: that goes to a new temporary folder.
+    """
+    first = judged.violations[0]
+    note = f"{first.invariant} at {first.site or 'no site'}"
+    provenance = Provenance(
+        note=note[:200],
+        found=date.today().isoformat(),
+        vllm=installed().get("vllm"),
+        seed=seed,
+        invariant=first.invariant,
+    )
+    case = msgspec.structs.replace(judged.case, provenance=provenance)
+    try:
+        path = corpus.save(case, corpus.folder(engine.name, "crashes"), first.invariant)
+    except OSError:
+        path = corpus.save(case, Path(tempfile.mkdtemp(prefix="replaycheck-")), first.invariant)
+    return Finding(judged, path)
+
+
+def installed() -> dict[str, str]:
+    """Versions of what is installed, without importing any of it; what is absent is left out."""
+    versions = {"python": platform.python_version()}
+    for package in ("vllm", "torch", "triton", "numba", "hypothesis"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
