@@ -26,8 +26,11 @@ class Engine(Protocol):
 
     name: str
 
-    def run(self, case: Case) -> Trace:
-        """Run the case to its end. Raises ``Refused``; whatever vLLM raises while running becomes a ``Fault``."""
+    def run(self, case: Case, brisk: bool = False) -> Trace:
+        """Run the case to its end. Raises ``Refused``; whatever vLLM raises while running becomes a ``Fault``.
+
+        ``brisk``: the engine may leave out what costs it most; ``Trace.kernels`` says whether it did.
+        """
         ...
 
     def versions(self) -> dict[str, str]:

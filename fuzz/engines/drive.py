@@ -57,7 +57,7 @@ class Driver:
 
     def run(self) -> Iterator[Scheduled]:
         """The steps, to the end of the case. Raises ``Hung``, and whatever vLLM raises."""
-        arrivals = sorted(self._case.requests, key=lambda request: request.arrive, reverse=True)
+        arrivals = sorted(self._case.requests, key=lambda request: request.arrive)[::-1]
         idle = 0
         while arrivals or self._live:
             if not self._live:

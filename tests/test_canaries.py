@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""A canary for every invariant: vLLM, broken on purpose in one place, must be caught by that invariant.
+
+An invariant that cannot fail is worth nothing. Each break is a monkeypatch of real vLLM, undone after the test; the
+case is one that the unbroken vLLM passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fuzz.case import Case, Event, Request
+from fuzz.engines.scheduler import SchedulerEngine
+from invariants import INVARIANTS, judge
+from invariants.trace import Geometry
+
+CASE = Case(
+    geometry=Geometry(
+        window=4, block_size=4, swa_block_size=2, num_blocks=40, max_num_batched_tokens=8, max_num_seqs=4
+    ),
+    requests=(
+        Request(id="prime", arrive=0, prompt=(("s", 0, 21),), max_tokens=2),
+        Request(id="short", arrive=4, prompt=(("s", 0, 7),), max_tokens=1),
+        Request(id="branch", arrive=4, prompt=(("s", 0, 18), ("t", 0, 5)), max_tokens=3),
+        Request(id="same", arrive=5, prompt=(("s", 0, 21),), max_tokens=3),
+    ),
+    events=(Event(step=6, kind="preempt", request="branch"),),
+)
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def replay_start_not_handed_on(patch: pytest.MonkeyPatch) -> None:
+    from vllm.models.deepseek_v41.nvidia.model_state import ReplayAttnMetadata
+
+    patch.setattr(ReplayAttnMetadata, "get_extra_attn_kwargs", lambda *_: {})
+
+
+def replay_start_one_late(patch: pytest.MonkeyPatch) -> None:
+    from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
+
+    upload = DeepseekV41ModelState._upload_replay_start
+    patch.setattr(
+        DeepseekV41ModelState, "_upload_replay_start", lambda self, values, n: upload(self, values + (values > 0), n)
+    )
+
+
+def window_block_freed_early(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+
+    skipped = SlidingWindowManager.get_num_skipped_tokens
+    patch.setattr(
+        SlidingWindowManager, "get_num_skipped_tokens", lambda self, n, *rest: skipped(self, n, *rest) + self.block_size
+    )
+
+
+def replayed_slots_not_padded(patch: pytest.MonkeyPatch) -> None:
+    from vllm.models.deepseek_v41.nvidia import model_state
+
+    class NoLaunch:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda *_args, **_kwargs: None
+
+        def warmup(self, *_args: Any, **_kwargs: Any) -> None:
+            pass
+
+    patch.setattr(model_state, "_pad_replayed_slots_kernel", NoLaunch())
+
+
+def rewind_one_short(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    mark = Scheduler._mark_prefix_replay
+
+    def broken(self: Any, request: Any, *rest: Any) -> int:
+        tokens = mark(self, request, *rest)
+        request.replay_start += tokens > 0
+        return int(tokens - (tokens > 0))
+
+    patch.setattr(Scheduler, "_mark_prefix_replay", broken)
+
+
+def one_block_never_freed(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.block_pool import BlockPool
+
+    free = BlockPool.free_blocks
+    patch.setattr(BlockPool, "free_blocks", lambda self, blocks: free(self, list(blocks)[1:]))
+
+
+def window_group_stays_cacheable(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
+
+    patch.setattr(SlidingWindowMLASpec, "prefix_cacheable", property(lambda _: True))
+
+
+def state_rows_never_freed(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu.states import RequestState
+
+    patch.setattr(RequestState, "remove_request", lambda self, name: self.req_id_to_index.pop(name, None))
+
+
+CANARIES: dict[str, Break] = {
+    "gather-floor": replay_start_not_handed_on,
+    "gather-window": replay_start_one_late,
+    "gather-live": window_block_freed_early,
+    "write-fence": replayed_slots_not_padded,
+    "hit-count": rewind_one_short,
+    "progress": one_block_never_freed,
+    "gating": window_group_stays_cacheable,
+    "no-fault": state_rows_never_freed,
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> SchedulerEngine:
+    return SchedulerEngine()
+
+
+def test_every_invariant_has_a_canary() -> None:
+    assert CANARIES.keys() == INVARIANTS.keys()
+
+
+def test_the_case_is_clean_on_the_unbroken_vllm(engine: SchedulerEngine) -> None:
+    trace = engine.run(CASE)
+    assert judge(trace) == []
+    assert any(life.replay_start for life in trace.admissions)
+
+
+@pytest.mark.parametrize("invariant", CANARIES)
+def test_canary(invariant: str, engine: SchedulerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    CANARIES[invariant](monkeypatch)
+    caught = {violation.invariant for violation in judge(engine.run(CASE))}
+    assert invariant in caught
