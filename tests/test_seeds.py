@@ -10,8 +10,8 @@ import pytest
 
 from fuzz.case import Case, decode, encode
 from fuzz.edges import EDGES, edges
+from fuzz.engines import load
 from fuzz.engines.base import Engine, Unavailable
-from fuzz.engines.scheduler import SchedulerEngine
 
 SEEDS = sorted((Path(__file__).parent.parent / "corpora/scheduler/seeds").glob("*.json"))
 
@@ -83,7 +83,7 @@ PUBLISHED = {
 """Slug to the hit tokens that were published for eight replicas of it."""
 
 
-def load(path: Path) -> Case:
+def read(path: Path) -> Case:
     return decode(path.read_bytes())
 
 
@@ -93,16 +93,16 @@ def slug(path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    """Without kernels: what they do decides no edge and no hit."""
+    """The scheduler engine; runs are brisk here, since what kernels do decides no edge and no hit."""
     try:
-        return SchedulerEngine(kernels=False)
+        return load("scheduler")
     except Unavailable as reason:
         pytest.skip(str(reason))
 
 
 @pytest.mark.parametrize("path", SEEDS, ids=slug)
 def test_a_seed_is_canonical_and_says_what_it_is_for(path: Path) -> None:
-    case = load(path)
+    case = read(path)
     assert path.read_bytes() == encode(case)
     assert path.name == f"{slug(path)}-{case.digest}.json"
     assert case.provenance.note
@@ -110,7 +110,7 @@ def test_a_seed_is_canonical_and_says_what_it_is_for(path: Path) -> None:
 
 
 def test_no_seed_is_there_twice() -> None:
-    assert len({load(path).digest for path in SEEDS}) == len(SEEDS) >= 30
+    assert len({read(path).digest for path in SEEDS}) == len(SEEDS) >= 30
 
 
 def test_each_seed_claims_edges_and_together_they_claim_all() -> None:
@@ -122,12 +122,12 @@ def test_each_seed_claims_edges_and_together_they_claim_all() -> None:
 
 @pytest.mark.parametrize("path", SEEDS, ids=slug)
 def test_a_seed_reaches_what_it_claims(path: Path, engine: Engine) -> None:
-    trace = engine.run(load(path))
+    trace = engine.run(read(path), brisk=True)
     assert not trace.faults
     assert edges(trace) >= CLAIMS[slug(path)]
 
 
 @pytest.mark.parametrize("path", [path for path in SEEDS if slug(path) in PUBLISHED], ids=slug)
 def test_published_hit_counts(path: Path, engine: Engine) -> None:
-    trace = engine.run(load(path))
+    trace = engine.run(read(path), brisk=True)
     assert 8 * trace.admissions[-1].hit == PUBLISHED[slug(path)]

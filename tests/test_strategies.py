@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from fuzz.case import Case, check, decode, encode
 from fuzz.edges import EDGES, edges
+from fuzz.engines import load
 from fuzz.engines.base import Engine, Unavailable
-from fuzz.engines.scheduler import SchedulerEngine
 from fuzz.strategies import PROFILES, SMALL_SIZES, Sizes, blocks_needed, cases, replay_start_can_be_null
 
 BEYOND_SMALL = {"replay-start-mid-block", "replay-start-retired", "replay-in-large-step"}
@@ -109,9 +109,9 @@ def test_shrinking_keeps_only_what_matters() -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    """Without kernels: what they do decides no edge."""
+    """The scheduler engine; runs are brisk here, since what kernels do decides no edge."""
     try:
-        return SchedulerEngine(kernels=False)
+        return load("scheduler")
     except Unavailable as reason:
         pytest.skip(str(reason))
 
@@ -120,7 +120,7 @@ def engine() -> Engine:
 def test_small_cases_reach_every_edge(engine: Engine) -> None:
     reached: dict[str, int] = dict.fromkeys(EDGES, 0)
     for case in sample(cases("small"), 2000):
-        trace = engine.run(case)
+        trace = engine.run(case, brisk=True)
         assert not trace.faults, encode(case).decode()
         for edge in edges(trace):
             reached[edge] += 1
@@ -132,5 +132,5 @@ def test_the_other_profiles_reach_the_edges_that_small_cannot(engine: Engine) ->
     reached: set[str] = set()
     for profile in ("wild", "dsv41"):
         for case in sample(cases(profile), 100):
-            reached |= edges(engine.run(case))
+            reached |= edges(engine.run(case, brisk=True))
     assert reached >= BEYOND_SMALL
