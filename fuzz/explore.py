@@ -24,11 +24,11 @@ from hypothesis.strategies import SearchStrategy
 from fuzz import corpus, options, report
 from fuzz.case import Case
 from fuzz.engines.base import Engine, Refused
-from fuzz.run import Judged, Key, Tally, keep, open_engine, run_case
+from fuzz.run import Judged, Key, Tally, brisk, keep, open_engine, run_case
 from fuzz.strategies import cases
 
 ROUND: Final = 1000
-"""Most examples in one Hypothesis run. Its memory of what it tried grows with each."""
+"""Examples in one Hypothesis run, whose memory of what it tried grows with each."""
 SHRINK_SECONDS: Final = 20.0
 """For how long one finding is made smaller. May go beyond the run's time."""
 DEFAULT_SECONDS: Final = 60.0
@@ -71,6 +71,8 @@ class Explorer:
     _smallest: Judged | None = None
     """The smallest case so far of what is being shrunk."""
     _key: Key | None = None
+    _brisk: bool = False
+    """How the latest case ran, and so how it is shrunk."""
     _shrink_until: float = 0.0
 
     def run(self, seeds: Iterable[Case]) -> None:
@@ -94,11 +96,10 @@ class Explorer:
     def _round(self, number: int) -> bool:
         """One Hypothesis run, which ends with its examples or with the first finding; False if no case was new."""
         before = len(self._seen)
-        left = ROUND if self.cases is None else min(ROUND, self.cases - self.tally.cases)
 
         @seed(number)
         @settings(
-            max_examples=left,
+            max_examples=ROUND,
             phases=(Phase.generate, Phase.target, Phase.shrink),
             database=None,
             derandomize=False,
@@ -133,8 +134,9 @@ class Explorer:
         if number in self._seen:
             return
         self._seen.add(number)
+        self._brisk = shrinkable and brisk(case, self.tally.cases)
         try:
-            judged = run_case(self.engine, case)
+            judged = run_case(self.engine, case, self._brisk)
         except Refused as refused:
             self.tally.refused[re.sub(r"\d+", "N", str(refused))] += 1
             return
@@ -160,7 +162,7 @@ class Explorer:
         if time.monotonic() >= self._shrink_until:
             raise _Stop
         try:
-            judged = run_case(self.engine, case)
+            judged = run_case(self.engine, case, self._brisk)
         except Refused:
             return
         if self._key in judged.keys:
@@ -171,10 +173,14 @@ class Explorer:
                 self._strays.setdefault(key, judged)
 
     def _keep(self, judged: Judged) -> None:
+        """Save a case as a finding, as a replay will see it; what it breaks, either way it runs, is not news again."""
         if self._found.issuperset(judged.keys):
             return
-        self._found.update(judged.keys)
-        self.tally.findings.append(keep(judged, self.engine, self.seed))
+        full = run_case(self.engine, judged.case)
+        self._found.update(judged.keys, full.keys, run_case(self.engine, judged.case, brisk=True).keys)
+        finding = keep(full if full.violations else judged, self.engine, self.seed)
+        if finding.path not in {earlier.path for earlier in self.tally.findings}:
+            self.tally.findings.append(finding)
         self.progress(self.tally)
 
 
