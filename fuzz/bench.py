@@ -48,6 +48,7 @@ def command(args: argparse.Namespace) -> int:
 def bench_scheduler(profile: str) -> dict[str, Any]:
     """The scheduler engine with every invariant, against vLLM's Scheduler alone, in requests a second."""
     from fuzz.engines.scheduler import SchedulerEngine
+    from fuzz.run import brisk
     from invariants import judge
 
     engine = SchedulerEngine()
@@ -58,10 +59,11 @@ def bench_scheduler(profile: str) -> dict[str, Any]:
         for case in cases:
             engine.run_bare(case)
         seconds["bare"].append(time.process_time() - started)
-        judged = 0.0
+        judged, with_kernels = 0.0, 0
         started = time.process_time()
-        for case in cases:
-            trace = engine.run(case)
+        for number, case in enumerate(cases):
+            trace = engine.run(case, brisk=brisk(case, number))
+            with_kernels += trace.kernels != "none"
             begun = time.process_time()
             judge(trace)
             judged += time.process_time() - begun
@@ -73,6 +75,7 @@ def bench_scheduler(profile: str) -> dict[str, Any]:
         "profile": profile,
         "kernels": engine.versions()["kernels"],
         "cases": len(cases),
+        "cases_with_kernels": with_kernels,
         "requests": requests,
         "bare_requests_per_second": requests / statistics.median(seconds["bare"]),
         "engine_requests_per_second": requests / statistics.median(seconds["engine"]),
