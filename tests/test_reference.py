@@ -122,7 +122,7 @@ def test_predicted_hits(make, hits: list[int]):
     assert predict(make()) == [Prediction(hit, hit, "", None) for hit in hits]
 
 
-def lives(*prompts: list[int], hits: tuple[int, ...], **geometry: int) -> Trace:
+def lives(*prompts: list[int], hits: tuple[int, ...]) -> Trace:
     """One request a prompt, admitted one a step, with those hits; each samples one token."""
     return traces.trace_of(
         [traces.request(f"r{n}", n, prompt, [900 + n]) for n, prompt in enumerate(prompts)],
