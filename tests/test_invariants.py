@@ -106,6 +106,15 @@ def test_a_run_that_broke_off_is_reported_once(trace: Trace):
     assert found(trace) == {("no-fault", "exception")}
 
 
+@pytest.mark.parametrize("steps", [[], [[]], [[], []]], ids=["no step", "an empty step", "empty steps"])
+def test_a_run_that_broke_off_at_once(steps: list[list[traces.Row]]):
+    lone = replace(traces.request("lone", 0, [1, 2], []), finished=None)
+    trace = traces.lay(traces.trace_of([lone], []), steps)
+    assert found(trace) == {("progress", "finished")}
+    trace.faults.append(Fault("hang", 0, "nothing was scheduled"))
+    assert found(trace) == {("no-fault", "hang")}
+
+
 def test_messages_can_be_understood_alone(trace: Trace):
     put(gathers(trace).first, 1, 3)
     text = str(judge(trace)[0])
