@@ -227,8 +227,9 @@ def _build(
         swa_block_size=sizes.swa_block_size,
         num_blocks=1 + _pool(sizes, chunk, requests, slack),
         max_num_batched_tokens=chunk,
-        max_num_seqs=max_num_seqs,
-        long_prefill_token_threshold=threshold,
+        # vLLM refuses more seats than a step has tokens, and a threshold beyond the longest request.
+        max_num_seqs=min(max_num_seqs, chunk),
+        long_prefill_token_threshold=min(threshold, max(len(r) + r.max_tokens for r in requests)),
         replay=replay,
     )
     return Case(geometry=geometry, requests=tuple(requests), events=_events(event_draws, requests))

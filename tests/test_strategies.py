@@ -52,7 +52,8 @@ def test_cases_are_valid_and_within_the_limits(profile: str) -> None:
         assert 1 <= len(case.requests) <= limits.requests
         assert max(map(len, case.requests)) <= limits.prompt
         assert sum(map(len, case.requests)) <= limits.tokens
-        assert case.geometry.max_num_batched_tokens <= limits.chunk
+        assert case.geometry.max_num_seqs <= case.geometry.max_num_batched_tokens <= limits.chunk
+        assert case.geometry.long_prefill_token_threshold <= case.max_model_len
         arrivals = [request.arrive for request in case.requests]
         assert arrivals == sorted(arrivals)
 
