@@ -95,12 +95,13 @@ def command(args: argparse.Namespace) -> int:
     interrupted = False
     try:
         for given in args.paths:
-            replayed += _replay_all(given, args.engine, engines)
+            for result in _replay_all(given, args.engine, engines):
+                _print_line(result, replayed)
+                replayed.append(result)
     except KeyboardInterrupt:
         interrupted = True
-    _print(replayed, engines)
-    if interrupted:
         report.warn(f"broken off after {len(replayed)} files")
+    _print_failures(replayed, engines)
     options.write_json(args.json, [_json(result) for result in replayed])
     codes = {result.exit_code for result in replayed} | ({2} if interrupted else {0})
     return 1 if 1 in codes else max(codes)
@@ -125,16 +126,16 @@ def _replay_all(given: Path, engine: str | None, engines: dict[str, Engine]) -> 
         yield replay(path, opened)
 
 
-def _print(replayed: list[Replayed], engines: dict[str, Engine]) -> None:
-    """A table of what ran, then each failure in full; what did not run goes to standard error, a line a reason."""
-    if any(result.judged for result in replayed):
-        rows = report.table("outcome", "file", "message")
-        for result in replayed:
-            known = "known, " if result.known and result.outcome == "FAILED" else ""
-            rows.add_row(result.outcome, corpus.shown(result.path), known + result.message.partition("\n")[0])
-        report.console().print(rows)
-    for message in dict.fromkeys(result.message for result in replayed if not result.judged):
-        report.warn(message)
+def _print_line(result: Replayed, earlier: list[Replayed]) -> None:
+    """A line to standard output for a file that ran, to standard error for one that did not, there each reason once."""
+    if result.judged:
+        line = f"{result.outcome:6}  {corpus.shown(result.path)}  {result.message.partition(chr(10))[0]}"
+        print(line.rstrip(), flush=True)
+    elif result.message not in {other.message for other in earlier}:
+        report.warn(result.message)
+
+
+def _print_failures(replayed: list[Replayed], engines: dict[str, Engine]) -> None:
     for result in replayed:
         if result.judged and result.judged.violations:
             print(f"\n{'-' * 20} {result.outcome} {corpus.shown(result.path)}")
