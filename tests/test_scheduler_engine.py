@@ -91,6 +91,13 @@ def test_a_pool_too_small_for_a_request_is_refused(engine: SchedulerEngine) -> N
         engine.run(case(Request(id="a", arrive=0, prompt=(("s", 0, 20),)), geometry=geometry))
 
 
+def test_vllm_s_own_reason_is_given(engine: SchedulerEngine) -> None:
+    request = Request(id="a", arrive=0, prompt=(("s", 0, 20),))
+    more_seats_than_tokens = msgspec.structs.replace(GEOMETRY, max_num_seqs=9)
+    with pytest.raises(Refused, match=r"max_num_batched_tokens \(8\) must be greater than or equal to max_num_seqs"):
+        engine.run(case(request, geometry=more_seats_than_tokens))
+
+
 def test_a_kv_load_is_refused(engine: SchedulerEngine) -> None:
     request = Request(id="a", arrive=0, prompt=(("s", 0, 20),))
     with pytest.raises(Refused, match="async_kv_load needs a KV connector"):

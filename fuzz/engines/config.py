@@ -67,7 +67,7 @@ def _vllm_config() -> Any:
 
 
 def vllm_config(case: Case) -> Any:
-    """The process's VllmConfig, set to the sizes of the case."""
+    """The process's VllmConfig, set to the sizes of the case. Raises ``Refused`` where vLLM would not start so."""
     config = _vllm_config()
     geometry = case.geometry
     scheduler = config.scheduler_config
@@ -80,7 +80,15 @@ def vllm_config(case: Case) -> Any:
     config.cache_config.block_size = geometry.block_size
     config.cache_config.num_gpu_blocks = geometry.num_blocks
     config.cache_config.swa_bounded_replay = geometry.replay
+    try:
+        scheduler.verify_max_model_len(case.max_model_len)
+    except ValueError as error:
+        raise Refused(_one_line(error)) from error
     return config
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def kv_cache_config(config: Any, geometry: Geometry) -> Any:
@@ -135,7 +143,7 @@ def make_scheduler(config: Any, layout: Any) -> tuple[Any, Any]:
             hash_block_size=hash_block_size,
         )
     except (AssertionError, ValueError, NotImplementedError) as error:
-        raise Refused(" ".join(str(error).split()) or type(error).__name__) from error
+        raise Refused(_one_line(error)) from error
     hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
     init_none_hash(hash_fn)
     return scheduler, get_request_block_hasher(hash_block_size, hash_fn)
