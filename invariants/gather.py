@@ -122,8 +122,10 @@ def _unmatched(view: View, reads: Reads) -> tuple[IntArray, IntArray]:
     keys = key(reads.row, reads.position)
     if reads.per == "query":
         return compare(keys, view.queries)
-    missing, surplus = compare(keys, key(np.arange(len(view.computed)), view.computed))
-    return missing[[view.scheduled[unkey(number)[0]] > 1 for number in missing]], surplus
+    owed = view.scheduled > 1
+    owed[reads.row[reads.row >= 0]] = True  # one that may be left out is owed to a consumer that has it
+    rows = np.flatnonzero(owed)
+    return compare(keys, key(rows, view.computed[rows]))
 
 
 def _bounds(view: View, reads: Reads) -> tuple[IntArray, IntArray]:
