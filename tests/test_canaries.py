@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fuzz.case import Case, Event, Request
-from fuzz.engines.scheduler import SchedulerEngine
+from fuzz.engines.base import Engine
 from invariants import INVARIANTS, judge
 from invariants.trace import Geometry
 
@@ -116,22 +116,22 @@ CANARIES: dict[str, Break] = {
 
 
 @pytest.fixture(scope="module")
-def engine() -> SchedulerEngine:
-    return SchedulerEngine()
+def engine(open_engine: Callable[[str], Engine]) -> Engine:
+    return open_engine("scheduler")
 
 
 def test_every_invariant_has_a_canary() -> None:
     assert CANARIES.keys() == INVARIANTS.keys()
 
 
-def test_the_case_is_clean_on_the_unbroken_vllm(engine: SchedulerEngine) -> None:
+def test_the_case_is_clean_on_the_unbroken_vllm(engine: Engine) -> None:
     trace = engine.run(CASE)
     assert judge(trace) == []
     assert any(life.replay_start for life in trace.admissions)
 
 
 @pytest.mark.parametrize("invariant", CANARIES)
-def test_canary(invariant: str, engine: SchedulerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_canary(invariant: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     CANARIES[invariant](monkeypatch)
     caught = {violation.invariant for violation in judge(engine.run(CASE))}
     assert invariant in caught

@@ -4,14 +4,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from fuzz.case import Case, Event, Request
-from fuzz.engines.base import Refused
-from fuzz.engines.scheduler import SchedulerEngine
+from fuzz.engines.base import Engine, Refused
 from fuzz.strategies import cases
 from invariants.trace import Geometry, Trace
 
@@ -19,15 +20,15 @@ GEOMETRY = Geometry(window=4, block_size=4, swa_block_size=2, num_blocks=40, max
 
 
 @pytest.fixture(scope="module")
-def engine() -> SchedulerEngine:
-    return SchedulerEngine()
+def engine(open_engine: Callable[[str], Engine]) -> Engine:
+    return open_engine("scheduler")
 
 
 def case(*requests: Request, events: tuple[Event, ...] = (), geometry: Geometry = GEOMETRY) -> Case:
     return Case(geometry=geometry, requests=requests, events=events)
 
 
-def test_a_hit_is_replayed_from_its_last_window(engine: SchedulerEngine) -> None:
+def test_a_hit_is_replayed_from_its_last_window(engine: Engine) -> None:
     # 20 tokens in blocks of 4; the second request has 18 in common: H = 16, replay [12, 16), chunk of 8.
     trace = engine.run(
         case(
@@ -50,7 +51,7 @@ def test_a_hit_is_replayed_from_its_last_window(engine: SchedulerEngine) -> None
     assert trace.metrics == {"prefix_cache_queries": 41, "prefix_cache_hits": 16, "preempted_hits": 0}
 
 
-def test_events_take_effect(engine: SchedulerEngine) -> None:
+def test_events_take_effect(engine: Engine) -> None:
     trace = engine.run(
         case(
             Request(id="a", arrive=0, prompt=(("s", 0, 20),), max_tokens=9),
@@ -77,13 +78,13 @@ def test_events_take_effect(engine: SchedulerEngine) -> None:
     assert hits == [(0, 0, False), (1, 0, False), (0, 20, True), (2, 0, False), (3, 0, False)]
 
 
-def test_equal_prompts_get_equal_outputs(engine: SchedulerEngine) -> None:
+def test_equal_prompts_get_equal_outputs(engine: Engine) -> None:
     trace = engine.run(case(*(Request(id=name, arrive=0, prompt=(("s", 0, 9),), max_tokens=5) for name in ("a", "b"))))
     assert trace.requests[0].output == trace.requests[1].output
     assert len(set(trace.requests[0].output)) > 1
 
 
-def test_a_pool_too_small_for_a_request_is_refused(engine: SchedulerEngine) -> None:
+def test_a_pool_too_small_for_a_request_is_refused(engine: Engine) -> None:
     # 21 tokens: 6 blocks of 4, and for a chunk of 8 behind a window of 4: 11 tokens, 6 blocks of 2, one more as they
     # need not start on a block.
     geometry = msgspec.structs.replace(GEOMETRY, num_blocks=5)
@@ -91,20 +92,20 @@ def test_a_pool_too_small_for_a_request_is_refused(engine: SchedulerEngine) -> N
         engine.run(case(Request(id="a", arrive=0, prompt=(("s", 0, 20),)), geometry=geometry))
 
 
-def test_vllm_s_own_reason_is_given(engine: SchedulerEngine) -> None:
+def test_vllm_s_own_reason_is_given(engine: Engine) -> None:
     request = Request(id="a", arrive=0, prompt=(("s", 0, 20),))
     more_seats_than_tokens = msgspec.structs.replace(GEOMETRY, max_num_seqs=9)
     with pytest.raises(Refused, match=r"max_num_batched_tokens \(8\) must be greater than or equal to max_num_seqs"):
         engine.run(case(request, geometry=more_seats_than_tokens))
 
 
-def test_a_kv_load_is_refused(engine: SchedulerEngine) -> None:
+def test_a_kv_load_is_refused(engine: Engine) -> None:
     request = Request(id="a", arrive=0, prompt=(("s", 0, 20),))
     with pytest.raises(Refused, match="async_kv_load needs a KV connector"):
         engine.run(case(request, events=(Event(step=0, kind="async_kv_load", request="a"),)))
 
 
-def test_an_exception_out_of_vllm_is_a_fault(engine: SchedulerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_out_of_vllm_is_a_fault(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
     monkeypatch.setattr(KVCacheManager, "allocate_slots", lambda *_args, **_kwargs: None)
@@ -133,10 +134,9 @@ def cells(trace: Trace) -> list[tuple[list[int], ...]]:
 
 
 @settings(max_examples=150)
-@given(cases("small"))
-def test_the_worker_reads_and_writes_what_the_contract_says(case: Case) -> None:
+@given(case=cases("small"))
+def test_the_worker_reads_and_writes_what_the_contract_says(engine: Engine, case: Case) -> None:
     """The contract's own lookups (no kernel) and vLLM's kernels give the same slots, position by position."""
-    engine = SchedulerEngine()
     try:
         alone = engine.run(case, brisk=True)
     except Refused:
