@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final, Never
+from typing import Final
 
 from hypothesis import HealthCheck, Phase, Verbosity, event, given, seed, settings, target
 from hypothesis.errors import Flaky
@@ -110,10 +110,9 @@ class Explorer:
         )
         @given(self.strategy)
         def every(case: Case) -> None:
-            if self._key is None:
-                self._explore(case, shrinkable=True)
-            else:
-                self._shrink(case)
+            # One line for both: Hypothesis tells failures apart by the line that raises.
+            if self._explore(case, shrinkable=True) if self._key is None else self._shrink(case):
+                raise _Fired
 
         try:
             every()
@@ -126,51 +125,50 @@ class Explorer:
                 self._keep(judged)
         return len(self._seen) > before
 
-    def _explore(self, case: Case, shrinkable: bool) -> None:
-        """Run one more case; raise ``_Fired`` if it breaks something new and is to be shrunk, else keep it."""
+    def _explore(self, case: Case, shrinkable: bool) -> bool:
+        """Run one more case. If it breaks something new: True where it can be shrunk, else keep it as it is."""
         if self._spent():
             raise _Stop
         number = hash(case)
         if number in self._seen:
-            return
+            return False
         self._seen.add(number)
         self._brisk = shrinkable and brisk(case, self.tally.cases)
         try:
             judged = run_case(self.engine, case, self._brisk)
         except Refused as refused:
             self.tally.refused[re.sub(r"\d+", "N", str(refused))] += 1
-            return
+            return False
         reached = self.tally.add(judged)
         if shrinkable:
             observe(reached)
         self.progress(self.tally)
         news = [key for key in judged.keys if key not in self._found]
         self.tally.repeats.update(key for key in judged.keys if key in self._found)
-        if news and shrinkable:
-            self._fire(judged, news[0])
-        elif news:
+        if not news:
+            return False
+        if not shrinkable:
             self._keep(judged)
-
-    def _fire(self, judged: Judged, key: Key) -> Never:
-        self._key, self._smallest = key, judged
+            return False
+        self._key, self._smallest = news[0], judged
         self._shrink_until = time.monotonic() + SHRINK_SECONDS
-        self.progress(self.tally)
-        raise _Fired
+        return True
 
-    def _shrink(self, case: Case) -> None:
+    def _shrink(self, case: Case) -> bool:
         """Whether a candidate still breaks what is being shrunk: Hypothesis offers smaller and smaller ones."""
         if time.monotonic() >= self._shrink_until:
             raise _Stop
         try:
             judged = run_case(self.engine, case, self._brisk)
         except Refused:
-            return
+            return False
         if self._key in judged.keys:
             self._smallest = judged
-            raise _Fired
+            return True
         for key in judged.keys:
             if key not in self._found:
                 self._strays.setdefault(key, judged)
+        return False
 
     def _keep(self, judged: Judged) -> None:
         """Save a case as a finding, as a replay will see it; what it breaks, either way it runs, is not news again."""
