@@ -129,9 +129,9 @@ def brisk(case: Case, number: int) -> bool:
     """Whether the ``number``-th case of a long run is to be run without what costs the engine most.
 
     What it leaves out then, the worker with its kernels, costs ten times what the scheduler does. Most bugs show in
-    small cases, so every other one of those has it, and one in forty at a real model's sizes.
+    small cases, so every other one of those has it, and one in a hundred at a real model's sizes.
     """
-    return number % (40 if case.geometry.window >= REAL_WINDOW else 2) != 0
+    return number % (100 if case.geometry.window >= REAL_WINDOW else 2) != 0
 
 
 def run_case(engine: Engine, case: Case, brisk: bool = False) -> Judged:

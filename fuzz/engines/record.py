@@ -14,7 +14,17 @@ from typing import Any
 import numpy as np
 
 from fuzz.engines.drive import Scheduled
-from fuzz.engines.shadow import Cells, Queries, ShadowGroup, Tables, gathers, gathers_from_indices, stretches
+from fuzz.engines.shadow import (
+    Cells,
+    Queries,
+    ShadowGroup,
+    Tables,
+    gathers,
+    gathers_from_indices,
+    slot_map,
+    stretch,
+    stretches,
+)
 from fuzz.engines.worker import Batch, Worker
 from invariants.trace import PAD_SLOT, Admission, IntArray, Step, Trace, Writes
 
@@ -32,6 +42,7 @@ class StepRecorder:
         self._request = {request.id: index for index, request in enumerate(trace.requests)}
         self._admission: dict[str, int] = {}
         self._seen_tables: dict[tuple[str, int], tuple[list[Any], IntArray]] = {}
+        self._slot_maps: dict[tuple[str, int], tuple[IntArray, IntArray]] = {}
         self._lookups: list[tuple[str, int]] = []
         self._watch_lookups(scheduler.kv_cache_manager)
 
@@ -73,7 +84,7 @@ class StepRecorder:
         if batch:
             self._from_worker(step, batch)
         elif names:
-            self._from_contract(step)
+            self._from_contract(step, names)
         return step
 
     def _admit(self, scheduled: Scheduled) -> None:
@@ -151,30 +162,45 @@ class StepRecorder:
             queries, span = Queries(rows, batch.computed[rows]), (low[rows], high[rows])
             step.gathers.append(gathers("gather-length", "row", queries, span, stretches(low, high, tables), shadow))
 
-    def _from_contract(self, step: Step) -> None:
+    def _from_contract(self, step: Step, names: list[str]) -> None:
         """No kernel runs: what CONTRACT 14 and 17 say is written and read, through the manager's block tables."""
         window = self._trace.geometry.window
         lives = [self._trace.admissions[number] for number in step.admission.tolist()]
         starts = np.array([life.replay_start for life in lives], np.int32)
         step.prefill = step.computed < np.array([life.tokens for life in lives], np.int32)
         step.replay_start = starts * step.prefill
-        low, high = np.maximum(starts, step.computed - (window - 1)), step.computed + step.scheduled
-        begins, ends = step.computed.tolist(), high.tolist()
-        row = np.repeat(np.arange(len(lives), dtype=np.int32), step.scheduled)
-        position = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
-        first = np.maximum(starts[row], position - (window - 1))
-        for group, shadow in enumerate(self._shadows):
-            slot = shadow.slots(step.tables[group], begins, ends)
-            if self._trace.groups[group].prefix_cacheable and starts.any():
-                start = starts[row]
+        low, end = np.maximum(starts, step.computed - (window - 1)), step.computed + step.scheduled
+        lows, begins, ends = low.tolist(), step.computed.tolist(), end.tolist()
+        rows = np.arange(len(lives), dtype=np.int32)
+        row = np.repeat(rows, step.scheduled)
+        position = _ranges(begins, ends)
+        start = starts[row]
+        maps = [self._maps(group, names, tables) for group, tables in enumerate(step.tables)]
+        for group, slots in enumerate(maps):
+            slot = stretch(slots, begins, ends)
+            if self._trace.groups[group].prefix_cacheable and any(life.replay_start for life in lives):
                 slot = np.where((start > 0) & (position < start + window), PAD_SLOT, slot)
             self._write(step, group, row, position, slot)
-        shadow = self._shadows[self._window_group]
-        lows = low.tolist()
         cells = Cells(
-            row=np.repeat(np.arange(len(lives), dtype=np.int32), high - low),
-            position=np.concatenate([np.arange(begin, end) for begin, end in zip(lows, ends, strict=True)]),
-            slot=shadow.slots(step.tables[self._window_group], lows, ends),
+            row=np.repeat(rows, end - low),
+            position=_ranges(lows, ends),
+            slot=stretch(maps[self._window_group], lows, ends),
         )
-        queries = Queries(row, position)
-        step.gathers.append(gathers("block-table", "query", queries, (first, position), cells, shadow))
+        span = (np.maximum(start, position - (window - 1)), position)
+        shadow = self._shadows[self._window_group]
+        step.gathers.append(gathers("block-table", "query", Queries(row, position), span, cells, shadow))
+
+    def _maps(self, group: int, names: list[str], tables: list[IntArray]) -> list[IntArray]:
+        """The slot maps of a group's tables, made anew only for tables that changed."""
+        maps = []
+        for name, table in zip(names, tables, strict=True):
+            known, slots = self._slot_maps.get((name, group), (None, table))
+            if known is not table:
+                slots = slot_map(table, self._shadows[group].block_size)
+                self._slot_maps[name, group] = (table, slots)
+            maps.append(slots)
+        return maps
+
+
+def _ranges(begins: list[int], ends: list[int]) -> IntArray:
+    return np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])

@@ -41,6 +41,24 @@ class Tables:
         return slot if slot.min(initial=0) >= 0 else np.where(block >= 0, slot, PAD_SLOT)
 
 
+def slot_map(table: IntArray, block_size: int) -> IntArray:
+    """int64 [positions]: the slot of every position that a block table covers."""
+    slots: IntArray = (table[:, None].astype(np.int64) * block_size + np.arange(block_size)).ravel()
+    return slots
+
+
+def stretch(maps: Sequence[IntArray], begins: Sequence[int], ends: Sequence[int]) -> IntArray:
+    """int64: the slots of positions begin..end-1 in each slot map in turn; PAD_SLOT beyond a map's end."""
+    parts = [slots[begin:end] for slots, begin, end in zip(maps, begins, ends, strict=True)]
+    if any(map(lambda slots, end: end > len(slots), maps, ends)):
+        wanted = [end - begin for begin, end in zip(begins, ends, strict=True)]
+        parts = [
+            np.pad(part, (0, length - len(part)), constant_values=PAD_SLOT)
+            for part, length in zip(parts, wanted, strict=True)
+        ]
+    return np.concatenate(parts)
+
+
 class ShadowGroup:
     """The cells of one KV-cache group."""
 
@@ -50,22 +68,6 @@ class ShadowGroup:
         self._position = np.full(num_blocks * block_size, -1, np.int32)
         self._lane = np.arange(block_size)
         self._tables: dict[int, IntArray] = {}
-
-    def slots(self, tables: Sequence[IntArray], begins: Sequence[int], ends: Sequence[int]) -> IntArray:
-        """int64: the slots of positions begin..end-1 of each table in turn; PAD_SLOT beyond a table's end."""
-        parts = [self._slots(*arguments) for arguments in zip(tables, begins, ends, strict=True)]
-        return np.concatenate(parts)
-
-    def _slots(self, table: IntArray, begin: int, end: int) -> IntArray:
-        size = self.block_size
-        column = begin // size
-        blocks = table[column : (end - 1) // size + 1].astype(np.int64)
-        slots: IntArray = (blocks[:, None] * size + self._lane).ravel()[begin - column * size : end - column * size]
-        return (
-            slots
-            if len(slots) == end - begin
-            else np.pad(slots, (0, end - begin - len(slots)), constant_values=PAD_SLOT)
-        )
 
     def admit(self, admission: int, table: IntArray, adopted: int) -> None:
         """A life begins with this table, of which the first ``adopted`` blocks came from the prefix cache."""
