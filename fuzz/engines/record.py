@@ -43,6 +43,8 @@ class StepRecorder:
         self._admission: dict[str, int] = {}
         self._seen_tables: dict[tuple[str, int], tuple[list[Any], IntArray]] = {}
         self._slot_maps: dict[tuple[str, int], tuple[IntArray, IntArray]] = {}
+        self._changed = False
+        """Whether a block table of the step differs from what the shadow cache knows."""
         self._lookups: list[tuple[str, int]] = []
         self._watch_lookups(scheduler.kv_cache_manager)
 
@@ -61,6 +63,7 @@ class StepRecorder:
         output = scheduled.output
         first_new = len(self._trace.admissions)
         self._admit(scheduled)
+        self._changed = first_new < len(self._trace.admissions) or bool(output.kv_cache_block_copies)
         batch = self._worker.step(output) if self._worker else None
         names = batch.request_ids if batch else list(output.num_scheduled_tokens)
         tokens = np.array([output.num_scheduled_tokens[name] for name in names], np.int32)
@@ -80,7 +83,8 @@ class StepRecorder:
             finished=scheduled.finished,
             preempted=sorted(self._request[name] for name in output.preempted_req_ids or ()),
         )
-        self._follow_blocks(step, output, first_new)
+        if self._changed:
+            self._follow_blocks(step, output, first_new)
         if batch:
             self._from_worker(step, batch)
         elif names:
@@ -123,6 +127,7 @@ class StepRecorder:
         if table is None or seen != blocks:
             table = np.array([block.block_id for block in blocks], np.int32)
             self._seen_tables[name, group] = (list(blocks), table)
+            self._changed = True
         return table
 
     def _follow_blocks(self, step: Step, output: Any, first_new: int) -> None:
@@ -138,15 +143,16 @@ class StepRecorder:
             for source, target in output.kv_cache_block_copies or ():
                 shadow.copy_block(source, target)
 
-    def _write(self, step: Step, group: int, row: IntArray, position: IntArray, slot: IntArray) -> None:
-        self._shadows[group].write(step.admission[row], position, slot)
-        step.writes.append(Writes(group, row, position, slot))
+    def _write(self, step: Step, row: IntArray, position: IntArray, slots: Sequence[IntArray]) -> None:
+        writer = step.admission[row]
+        for group, slot in enumerate(slots):
+            self._shadows[group].write(writer, position, slot)
+            step.writes.append(Writes(group, row, position, slot))
 
     def _from_worker(self, step: Step, batch: Batch) -> None:
         step.prefill, step.replay_start = batch.prefill, batch.replay_start
         row = np.repeat(np.arange(len(step.request), dtype=np.int32), step.scheduled)
-        for group, slots in enumerate(batch.slots):
-            self._write(step, group, row, batch.positions, slots)
+        self._write(step, row, batch.positions, batch.slots)
         shadow = self._shadows[self._window_group]
         tables = Tables(batch.window_table, shadow.block_size)
         queries = Queries(row, batch.positions)
@@ -176,11 +182,13 @@ class StepRecorder:
         position = _ranges(begins, ends)
         start = starts[row]
         maps = [self._maps(group, names, tables) for group, tables in enumerate(step.tables)]
-        for group, slots in enumerate(maps):
-            slot = stretch(slots, begins, ends)
-            if self._trace.groups[group].prefix_cacheable and any(life.replay_start for life in lives):
-                slot = np.where((start > 0) & (position < start + window), PAD_SLOT, slot)
-            self._write(step, group, row, position, slot)
+        slots = [stretch(group, begins, ends) for group in maps]
+        if any(life.replay_start for life in lives):
+            replayed = (start > 0) & (position < start + window)
+            for group, spec in enumerate(self._trace.groups):
+                if spec.prefix_cacheable:
+                    slots[group] = np.where(replayed, PAD_SLOT, slots[group])
+        self._write(step, row, position, slots)
         cells = Cells(
             row=np.repeat(rows, end - low),
             position=_ranges(lows, ends),
