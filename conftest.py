@@ -21,7 +21,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import hypothesis
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from fuzz import report, run
@@ -38,6 +38,8 @@ for name, examples in (("dev", 100), ("ci", 300), ("nightly", 10_000)):
         database=DirectoryBasedExampleDatabase(Path(__file__).parent / ".hypothesis" / "examples"),
         deadline=None,
         print_blob=True,
+        # Not "explain": it runs the smallest case hundreds of times more, for a text that says less than the case.
+        phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink),
         # One failure, of which exactly one smallest case is kept.
         report_multiple_bugs=False,
         # Time to make a case is measured with the rest of the machine's load.
@@ -103,9 +105,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Gener
     failed = call.excinfo.value if call.excinfo else None
     if not isinstance(failed, CaseFailed):
         return (yield)
-    path = failed.path or run.keep(failed.judged, failed.engine, int(item.config.stash[seed_key])).path
+    if failed.path:
+        judged, path = failed.judged, failed.path
+    else:
+        finding = run.keep(failed.judged, failed.engine, item.config.stash[seed_key])
+        judged, path = finding.judged, finding.path
     try:
-        pytest.fail(report.failure_text(failed.judged, path, report.versions(failed.engine)), pytrace=False)
+        pytest.fail(report.failure_text(judged, path, report.versions(failed.engine)), pytrace=False)
     except pytest.fail.Exception:
         call.excinfo = pytest.ExceptionInfo.from_current()
     made = yield

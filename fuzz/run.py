@@ -13,7 +13,7 @@ import platform
 import tempfile
 import traceback
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Final
@@ -174,7 +174,7 @@ def keep(judged: Judged, engine: Engine, seed: int | None) -> Finding:
         path = corpus.save(case, corpus.folder(engine.name, "crashes"), first.invariant)
     except OSError:
         path = corpus.save(case, Path(tempfile.mkdtemp(prefix="replaycheck-")), first.invariant)
-    return Finding(judged, path)
+    return Finding(replace(judged, case=case), path)
 
 
 def installed() -> dict[str, str]:

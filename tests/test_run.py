@@ -141,7 +141,7 @@ class TestExplore:
     def test_a_seed_that_breaks_something_is_kept_as_it_is(self, corpora: Path):
         case = make(50, 60)
         tally = explore_with(fake_engine.Broken(), 1, (case,)).tally
-        assert [finding.judged.case for finding in tally.findings] == [case]
+        assert [finding.judged.case.requests for finding in tally.findings] == [case.requests]
         assert len(crash_files(corpora)) == 1
 
     def test_what_only_a_brisk_run_shows_is_kept(self):
