@@ -109,7 +109,16 @@ def kv_cache_config(config: Any, geometry: Geometry) -> Any:
             ),
         ),
     ]
-    return KVCacheConfig(num_blocks=geometry.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    # As EngineCore settles it once the groups are known.
+    config.cache_config.block_size = min(
+        group.kv_cache_spec.block_size for group in groups if group.kv_cache_spec.prefix_cacheable
+    )
+    return KVCacheConfig(
+        num_blocks=geometry.num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=groups,
+        prefix_cache_retention_interval=config.cache_config.prefix_cache_retention_interval,
+    )
 
 
 def describe_groups(layout: Any) -> list[Group]:
