@@ -12,13 +12,11 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import msgspec
-from rich.console import Console
 from rich.table import Table
 
+from fuzz import options, report
 from fuzz.case import Case
 from fuzz.engines.base import Refused
 
@@ -29,8 +27,8 @@ CASES = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``replaycheck bench``."""
     parser.add_argument("bench", metavar="NAME", choices=sorted(BENCHES), help=", ".join(sorted(BENCHES)))
-    parser.add_argument("--profile", default="dsv41", help="where the cases come from (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    options.add_profile(parser, default="dsv41")
+    options.add_json(parser)
 
 
 def command(args: argparse.Namespace) -> int:
@@ -39,9 +37,8 @@ def command(args: argparse.Namespace) -> int:
     table = Table("figure", "value")
     for name, value in figures.items():
         table.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
-    Console().print(table)
-    if args.json:
-        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n")
+    report.console().print(table)
+    options.write_json(args.json, figures)
     return 0
 
 
