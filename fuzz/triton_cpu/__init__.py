@@ -9,6 +9,7 @@ between the two at any time. A kernel that cannot be compiled runs under the int
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import Literal
 
@@ -42,7 +43,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Run kernels under Triton's interpreter from now on. Only after ``prepare``."""
-    from fuzz.triton_cpu import executor
-
-    executor.uninstall()
+    """Run kernels under Triton's interpreter from now on."""
+    executor = sys.modules.get(f"{__name__}.executor")
+    if executor is not None:
+        executor.uninstall()

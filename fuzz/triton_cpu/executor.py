@@ -101,18 +101,23 @@ class _Kernel:
                 program = self._programs[key] = self._compile(values, key, len(slots))
             if isinstance(program, Unsupported):
                 raise program
+            sizes = self._sizes(grid, values)
         except (Unsupported, KeyError, ValueError) as problem:
             line = getattr(problem, "line", None) or self.function.fn.__code__.co_firstlineno
             # Python shows a warning of one text from one place once.
             warnings.warn(f"kernel {self.name}: unsupported {problem} at line {line}", KernelFallback, stacklevel=1)
             return False
-        if callable(grid):
-            grid = grid(dict(zip(self._names, values, strict=True)))
-        sizes = (*grid, 1, 1, 1)[:3]
         status = program.run(program.array(*slots), *sizes)
         if status:
             raise InterpreterError(f"kernel {self.name}: {program.errors[status - 1]}")
         return True
+
+    def _sizes(self, grid: Any, values: Sequence[Any]) -> tuple[int, ...]:
+        if callable(grid):
+            grid = grid(dict(zip(self._names, values, strict=True)))
+        if len(grid) > 3:
+            raise Unsupported(f"a grid of {len(grid)} dimensions")
+        return (*map(int, grid), 1, 1)[:3]
 
     def _specialise(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
         """What decides the code, and the numbers that the code gets."""

@@ -77,13 +77,40 @@ _TENSOR: dict[type, Callable[[TritonSemantic, Any, Any], Any]] = {
     ast.GtE: lambda s, x, y: s.greater_equal(x, y),
 }
 _REFLECTED = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE}
-_WEAK = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul"}
+_WEAK = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.BitAnd: "and_", ast.BitOr: "or_", ast.BitXor: "xor"}
 _WEAK_COMPARISONS = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
 
 
 def known(value: Any) -> bool:
     """Whether the value is a Python object known while translating."""
     return not isinstance(value, (tl.tensor, WeakInt))
+
+
+def kind(value: Any) -> Any:
+    """What has to agree where two ways meet; None for what cannot be handed on."""
+    if isinstance(value, tl.tensor):
+        return value.type
+    return WeakInt if isinstance(value, WeakInt) else None
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether both are one value, known while translating."""
+    if first is second:
+        return True
+    plain = (bool, int, float, str, type(None))
+    return type(first) is type(second) and isinstance(first, plain) and bool(STATIC[ast.Eq](first, second))
+
+
+def lane_of(value: Any) -> Any:
+    """The LLVM value of a scalar."""
+    return value.value if isinstance(value, WeakInt) else value.handle.value
+
+
+def like(value: Any, lane: Any) -> Any:
+    """A scalar of the kind of ``value`` with another LLVM value."""
+    if isinstance(value, WeakInt):
+        return WeakInt(lane)
+    return tl.tensor(Scalar(value.handle.type, (), value.handle.pointee, lane), value.type)
 
 
 class Operators:
@@ -99,7 +126,7 @@ class Operators:
         """``x operation y`` as Triton's interpreter would compute it."""
         if known(x) and known(y):
             return STATIC[operation](x, y)
-        if operation in (ast.Is, ast.IsNot):
+        if operation in (ast.Is, ast.IsNot) and (x is None or y is None):
             return operation is ast.IsNot
         if not isinstance(x, tl.tensor) and not isinstance(y, tl.tensor):
             return self._operate_weak(operation, x, y)
@@ -118,9 +145,22 @@ class Operators:
         wide = [self._wide(x), self._wide(y)]
         if operation in _WEAK_COMPARISONS:
             return self.boolean(builder.icmp_signed(_WEAK_COMPARISONS[operation], *wide))
+        if operation in (ast.FloorDiv, ast.Mod):
+            return self.weak(self._floor(operation, *wide))
         if operation not in _WEAK:
             raise Unsupported(f"{operation.__name__} of a loop variable")
         return self.weak(getattr(builder, _WEAK[operation])(*wide))
+
+    def _floor(self, operation: type, x: Any, y: Any) -> Any:
+        """Python's own // and %, which round down."""
+        builder, zero = self.emitter.builder, ir.Constant(INT64, 0)
+        self._fail_if(builder.icmp_signed("==", y, zero), "integer division or modulo by zero")
+        quotient, rest = builder.sdiv(x, y), builder.srem(x, y)
+        other_sign = builder.icmp_signed("<", builder.xor(rest, y), zero)
+        down = builder.and_(builder.icmp_signed("!=", rest, zero), other_sign)
+        if operation is ast.FloorDiv:
+            return builder.select(down, builder.sub(quotient, ir.Constant(INT64, 1)), quotient)
+        return builder.select(down, builder.add(rest, y), rest)
 
     def _wide(self, value: Any) -> Any:
         if isinstance(value, WeakInt):

@@ -13,6 +13,7 @@ copied into buffers (``Emitter.settle``), so that each load sees memory as of it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -241,9 +242,7 @@ class Emitter:
 
     def new_buffer(self, like: Handle) -> Buffer:
         """Uninitialised memory for every lane of ``like``."""
-        count = 1
-        for size in like.shape:
-            count *= size
+        count = math.prod(like.shape)
         self._buffer_bytes += count * max(1, like.type.width // 8)
         if self._buffer_bytes > MAX_BUFFER_BYTES:
             raise Unsupported(f"tiles of more than {MAX_BUFFER_BYTES} bytes")

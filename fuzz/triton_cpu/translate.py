@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
 """Statements of a kernel, and the whole: from the source of a ``@triton.jit`` function to one LLVM module.
 
-Branches and loops whose conditions are known are followed while translating. For the others, a name that both ways may
-change is handed on if it has one type on both; if not, reading it is ``Unsupported``. Relied upon: ``Liveness`` names
-everything that may be read later.
+A branch whose condition is known is followed while translating. For the others, a name that both ways may change is
+handed on if it has one type on both; if not, reading it is ``Unsupported``. Relied upon: ``Liveness`` names everything
+that may be read later.
 """
 
 from __future__ import annotations
@@ -18,18 +18,14 @@ import triton.language as tl
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from fuzz.triton_cpu.bounds import lane_limits
-from fuzz.triton_cpu.expressions import Expressions
-from fuzz.triton_cpu.liveness import reads, writes
-from fuzz.triton_cpu.operators import STATIC, WeakInt
+from fuzz.triton_cpu.liveness import reads
+from fuzz.triton_cpu.loops import Loops
+from fuzz.triton_cpu.operators import kind, lane_of, like, same
 from fuzz.triton_cpu.source import Frame, Unknown, source_of
-from fuzz.triton_cpu.tiles import BOOL, INT32, INT64, Buffer, Emitter, Scalar, Unsupported
-
-_UNROLLED = 8
-"""A range of known length is repeated up to this often; ``static_range`` up to ``_UNROLLED_STATIC``."""
-_UNROLLED_STATIC = 64
+from fuzz.triton_cpu.tiles import INT32, INT64, Buffer, Emitter, Scalar, Unsupported
 
 
-class Translator(Expressions):
+class Translator(Loops):
     """Writes the code of one program."""
 
     def run(self, body: Sequence[ast.stmt]) -> bool:
@@ -44,7 +40,8 @@ class Translator(Expressions):
                 if problem.line is None:
                     problem.line = frame.source.first_line + statement.lineno - 1
                 raise
-            except (TypeError, ValueError, AttributeError, KeyError, AssertionError, NotImplementedError) as error:
+            except Exception as error:
+                # Whatever goes wrong here, the interpreter is there to say what the kernel does.
                 refused = Unsupported(f"{type(error).__name__} ({error})")
                 refused.line = frame.source.first_line + statement.lineno - 1
                 raise refused from error
@@ -69,9 +66,9 @@ class Translator(Expressions):
             case ast.If():
                 return self._if(statement)
             case ast.For(orelse=[]):
-                return self._for(statement)
+                return self.for_loop(statement)
             case ast.While(orelse=[]):
-                self._while(statement)
+                self.while_loop(statement)
             case ast.Return(value=value):
                 self._return(value)
                 return True
@@ -140,10 +137,10 @@ class Translator(Expressions):
             first, second = one.names.get(name), other.names.get(name)
             if name not in one.names or name not in other.names:
                 joined[name] = Unknown("which only one branch defines")
-            elif _same(first, second):
+            elif same(first, second):
                 joined[name] = first
-            elif _type(first) is None or _type(first) != _type(second):
-                joined[name] = Unknown(f"which branches give different types ({_type(first)}, {_type(second)})")
+            elif kind(first) is None or kind(first) != kind(second):
+                joined[name] = Unknown(f"which branches give different types ({kind(first)}, {kind(second)})")
             elif isinstance(first, tl.tensor) and isinstance(second, tl.tensor) and first.handle.shape:
                 buffer = self.emitter.new_buffer(first.handle)
                 tiles.append((buffer, first.handle, second.handle))
@@ -159,106 +156,11 @@ class Translator(Expressions):
             builder.branch(end)
         builder.position_at_end(end)
         for name, first, second in scalars:
-            phi = builder.phi(_lane(first).type)
-            phi.add_incoming(_lane(first), one.end)
-            phi.add_incoming(_lane(second), other.end)
-            joined[name] = _like(first, phi)
+            phi = builder.phi(lane_of(first).type)
+            phi.add_incoming(lane_of(first), one.end)
+            phi.add_incoming(lane_of(second), other.end)
+            joined[name] = like(first, phi)
         frame.names = joined
-
-    # loops
-
-    def _for(self, statement: ast.For) -> bool:
-        function, *bounds = self._range(statement.iter)
-        if not isinstance(statement.target, ast.Name):
-            raise Unsupported("a loop over more than one name")
-        if all(isinstance(bound, int) for bound in bounds):
-            values = range(*bounds)
-            if len(values) <= (_UNROLLED_STATIC if function == "static_range" else _UNROLLED):
-                for value in values:
-                    self.frame.names[statement.target.id] = value
-                    if self.run(statement.body):
-                        return True
-                return False
-        self._counted(statement, statement.target.id, [self._whole(bound) for bound in bounds])
-        return False
-
-    def _range(self, node: ast.expr) -> tuple[str, Any, Any, Any]:
-        """The name of the function that makes the range, and its start, stop and step."""
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func).split(".")[-1]
-            owner = None
-            if isinstance(node.func, ast.Attribute):
-                owner = getattr(self.evaluate(node.func.value), "__name__", "")
-            is_range = name == "range" if owner is None else owner.startswith("triton.language")
-            if is_range and name in ("range", "static_range"):
-                names = ("arg1", "arg2", "step")
-                given = dict(zip(names, node.args, strict=False))
-                given.update({str(keyword.arg): keyword.value for keyword in node.keywords})
-                values = dict(zip(given, self.evaluate_all(given.values()), strict=True))
-                start, stop = values.get("arg1"), values.get("arg2")
-                if stop is None:
-                    start, stop = 0, start
-                step = values.get("step")
-                return name, start, stop, 1 if step is None else step
-        raise Unsupported("a loop over something other than a range")
-
-    def _whole(self, value: Any) -> Any:
-        """The i64 that ``range`` takes for a value."""
-        builder = self.emitter.builder
-        if isinstance(value, int):
-            return ir.Constant(INT64, value)
-        if isinstance(value, WeakInt):
-            return builder.sext(value.value, INT64)
-        if not isinstance(value, tl.tensor) or value.handle.shape or not value.dtype.is_int():
-            raise Unsupported("a range of what are no integers")
-        lane = self.emitter.lane(value.handle, (), {})
-        if lane.type == INT64:
-            if value.dtype.is_int_unsigned():
-                raise Unsupported("a range of uint64")
-            return lane
-        return builder.sext(lane, INT64) if value.dtype.is_int_signed() else builder.zext(lane, INT64)
-
-    def _counted(self, statement: ast.For, target: str, bounds: Sequence[Any]) -> None:
-        builder = self.emitter.builder
-        start, stop, step = bounds
-        zero = ir.Constant(INT64, 0)
-        up = builder.icmp_signed(">", step, zero)
-        self.fail_if(builder.icmp_signed("==", step, zero), "range() arg 3 must not be zero")
-        self._check_int32(start, stop, up)
-        self.emitter.settle(self.needed_later())
-        loop = _Loop(self, statement)
-        loop.begin()
-        counter = builder.phi(INT64)
-        counter.add_incoming(start, loop.entry)
-        loop.hand_on()
-        more = builder.select(up, builder.icmp_signed("<", counter, stop), builder.icmp_signed(">", counter, stop))
-        loop.test(more)
-        self.frame.names[target] = WeakInt(builder.trunc(counter, INT32))
-        loop.body(statement.body)
-        counter.add_incoming(builder.add(counter, step), builder.block)
-        loop.end()
-        self.frame.names[target] = Unknown("a loop variable after its loop")
-
-    def _check_int32(self, start: Any, stop: Any, up: Any) -> None:
-        """A loop variable that left int32 would be another type to Triton."""
-        builder = self.emitter.builder
-        low, high = ir.Constant(INT64, -(1 << 31)), ir.Constant(INT64, 1 << 31)
-        runs = builder.select(up, builder.icmp_signed("<", start, stop), builder.icmp_signed(">", start, stop))
-        first = builder.or_(builder.icmp_signed("<", start, low), builder.icmp_signed(">=", start, high))
-        last_up = builder.icmp_signed(">", stop, high)
-        last_down = builder.icmp_signed("<", builder.add(stop, ir.Constant(INT64, 1)), low)
-        outside = builder.or_(first, builder.select(up, last_up, last_down))
-        self.fail_if(builder.and_(runs, outside), "a loop variable left int32")
-
-    def _while(self, statement: ast.While) -> None:
-        self.emitter.settle(self.needed_later())
-        loop = _Loop(self, statement)
-        loop.begin()
-        loop.hand_on()
-        test = self.truth(statement.test)
-        loop.test(ir.Constant(BOOL, int(test)) if isinstance(test, bool) else test)
-        loop.body(statement.body)
-        loop.end()
 
 
 @dataclass
@@ -267,101 +169,6 @@ class _Way:
 
     end: Any
     names: dict[str, Any]
-
-
-class _Loop:
-    """A loop that runs an unknown number of times. What an iteration hands to the next one is a phi, if it is a
-    scalar, and a buffer, if it is a tile."""
-
-    def __init__(self, translator: Translator, statement: ast.For | ast.While) -> None:
-        self._translator, self._frame = translator, translator.frame
-        self._emitter = translator.emitter
-        again = self._frame.source.liveness.again[statement]
-        changed = writes([statement]) & again
-        names = self._frame.names
-        self._carried = {name: names[name] for name in sorted(changed) if _type(names.get(name)) is not None}
-        self._unknown = changed - self._carried.keys()
-        self._phis: dict[str, Any] = {}
-        self._buffers: dict[str, Buffer] = {}
-        self.entry: Any = None
-
-    def begin(self) -> None:
-        """Enter the first block of the loop."""
-        builder = self._emitter.builder
-        for name, value in self._carried.items():
-            if isinstance(value, tl.tensor) and value.handle.shape:
-                self._buffers[name] = self._emitter.copy(value.handle)
-        self.entry = builder.block
-        self._head = self._emitter.function.append_basic_block("head")
-        builder.branch(self._head)
-        builder.position_at_end(self._head)
-
-    def hand_on(self) -> None:
-        """Give the names that change the meaning they have at the head of every iteration."""
-        for name, value in self._carried.items():
-            if name in self._buffers:
-                self._frame.names[name] = tl.tensor(self._buffers[name], value.type)
-            else:
-                self._phis[name] = self._emitter.builder.phi(_lane(value).type)
-                self._phis[name].add_incoming(_lane(value), self.entry)
-                self._frame.names[name] = _like(value, self._phis[name])
-        for name in self._unknown:
-            self._frame.names[name] = Unknown("which an iteration takes from the one before")
-
-    def test(self, condition: Any) -> None:
-        """Leave the loop where the i1 is false."""
-        self._names = dict(self._frame.names)
-        body, self._after = (self._emitter.function.append_basic_block(name) for name in ("again", "after"))
-        self._emitter.builder.cbranch(condition, body, self._after)
-        self._emitter.builder.position_at_end(body)
-
-    def body(self, statements: Sequence[ast.stmt]) -> None:
-        """One iteration."""
-        self._frame.branches += 1
-        if self._translator.run(statements):
-            raise Unsupported("a loop that always returns")
-        self._frame.branches -= 1
-        names = self._frame.names
-        for name, value in self._carried.items():
-            if _type(names.get(name)) != _type(value):
-                raise Unsupported(f"{name}, which changes its type in a loop")
-        # All are computed before any is replaced: they may be computed from each other.
-        fresh = {name: self._emitter.copy(names[name].handle) for name in self._buffers}
-        for name, buffer in self._buffers.items():
-            self._emitter.fill([buffer], [fresh[name]], self._emitter.all_lanes(buffer.shape))
-        for name, phi in self._phis.items():
-            phi.add_incoming(_lane(names[name]), self._emitter.builder.block)
-
-    def end(self) -> None:
-        """Go back, and on behind the loop."""
-        builder = self._emitter.builder
-        builder.branch(self._head)
-        builder.position_at_end(self._after)
-        self._frame.names = self._names
-
-
-def _type(value: Any) -> Any:
-    """What has to agree where two ways meet; None for what cannot be handed on."""
-    if isinstance(value, tl.tensor):
-        return value.type
-    return WeakInt if isinstance(value, WeakInt) else None
-
-
-def _same(first: Any, second: Any) -> bool:
-    if first is second:
-        return True
-    plain = (bool, int, float, str, type(None))
-    return type(first) is type(second) and isinstance(first, plain) and bool(STATIC[ast.Eq](first, second))
-
-
-def _lane(value: Any) -> Any:
-    return value.value if isinstance(value, WeakInt) else value.handle.value
-
-
-def _like(value: Any, lane: Any) -> Any:
-    if isinstance(value, WeakInt):
-        return WeakInt(lane)
-    return tl.tensor(Scalar(value.handle.type, (), value.handle.pointee, lane), value.type)
 
 
 def translate(function: Any, arguments: dict[str, Any], name: str) -> tuple[str, list[str]]:
@@ -410,17 +217,17 @@ class Argument:
         return tl.tensor(Scalar(self.lane_type, (), pointee, lane), self.type)
 
 
-def _launch(module: Any, program: Any, name: str, kinds: Sequence[Any]) -> None:
+def _launch(module: Any, program: Any, name: str, types: Sequence[Any]) -> None:
     """A function that runs every program, in the order of Triton's interpreter, until one returns an error."""
     launch = ir.Function(module, ir.FunctionType(INT32, [ir.PointerType(), INT32, INT32, INT32]), name)
     emitter = Emitter(launch, lane_limits)
     builder = emitter.builder
     array, *grid = launch.args
     arguments = []
-    for number, kind in enumerate(kinds):
+    for number, type_ in enumerate(types):
         cell = builder.gep(array, [ir.Constant(INT32, number)], source_etype=INT64)
         value = builder.load(cell, typ=INT64)
-        arguments.append(value if kind == INT64 else builder.trunc(value, kind))
+        arguments.append(value if type_ == INT64 else builder.trunc(value, type_))
     with emitter.loops(grid) as program_ids:
         status = builder.call(program, [*program_ids, *grid, *arguments])
         with builder.if_then(builder.icmp_signed("!=", status, ir.Constant(INT32, 0)), likely=False):
