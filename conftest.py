@@ -25,7 +25,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from fuzz import report, run
-from fuzz.engines.base import Engine
+from fuzz.case import Case
+from fuzz.edges import edges
+from fuzz.engines.base import Engine, Refused
 
 pytest_plugins = ["pytester"]
 
@@ -38,8 +40,9 @@ for name, examples in (("dev", 100), ("ci", 300), ("nightly", 10_000)):
         database=DirectoryBasedExampleDatabase(Path(__file__).parent / ".hypothesis" / "examples"),
         deadline=None,
         print_blob=True,
-        # Not "explain": it runs the smallest case hundreds of times more, for a text that says less than the case.
-        phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink),
+        # Not "target": its hill climbing can go round in circles for minutes. Not "explain": it runs the smallest case
+        # hundreds of times more, for a text that says less than the case.
+        phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
         # One failure, of which exactly one smallest case is kept.
         report_multiple_bugs=False,
         # Time to make a case is measured with the rest of the machine's load.
@@ -142,3 +145,24 @@ def fail_with() -> Callable[[run.Judged, Engine, Path | None], Never]:
         raise CaseFailed(judged, engine, path)
 
     return fail
+
+
+@pytest.fixture(scope="session")
+def check(open_engine, fail_with) -> Callable[[str, Case], None]:
+    """Runs a case on an engine and fails if it breaks an invariant; the edges it reached are in the statistics."""
+
+    def run_and_judge(name: str, case: Case) -> None:
+        engine = open_engine(name)
+        try:
+            judged = run.run_case(engine, case)
+        except Refused as refused:
+            hypothesis.event(f"refused by vLLM: {run.general(refused)}")
+            return
+        reached = sorted(edges(judged.trace)) if judged.trace else []
+        for seen in (*reached, *(f"known finding {finding}" for finding in judged.known)):
+            hypothesis.event(seen)
+        hypothesis.target(len(reached), label="edges in one case")
+        if judged.violations:
+            fail_with(judged, engine)
+
+    return run_and_judge

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import tempfile
 import traceback
 from collections import Counter
@@ -93,25 +94,23 @@ class Tally:
     known: Counter[str] = field(default_factory=Counter)
     """Cases by known finding that fired in them."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Cases that vLLM would not take, by its reason, with the numbers taken out."""
+    """Cases that vLLM would not take, by its ``general`` reason."""
     findings: list[Finding] = field(default_factory=list)
     repeats: Counter[Key] = field(default_factory=Counter)
     """Further cases that broke what a finding breaks."""
     seconds: float = 0.0
 
-    def add(self, judged: Judged) -> set[str]:
-        """Count a case in; returns the edges that it reached."""
+    def add(self, judged: Judged) -> None:
+        """Count a case in."""
         self.cases += 1
         self.requests += len(judged.case.requests)
         self.known.update(judged.known.keys())
         if judged.trace is None:
-            return set()
+            return
         self.steps += len(judged.trace.steps)
         self.gathers += sum(len(gathers.row) for step in judged.trace.steps for gathers in step.gathers)
         self.kernels[judged.trace.kernels] += 1
-        reached = edges(judged.trace)
-        self.edges |= reached
-        return reached
+        self.edges |= edges(judged.trace)
 
 
 def open_engine(name: str) -> Engine:
@@ -146,6 +145,11 @@ def run_case(engine: Engine, case: Case, brisk: bool = False) -> Judged:
     except Exception as error:
         return Judged(case, None, [_own_fault(error)], {})
     return Judged(case, trace, news, old)
+
+
+def general(refused: Refused) -> str:
+    """vLLM's reason without its numbers, so that cases can be counted by it."""
+    return re.sub(r"\d+", "N", str(refused))
 
 
 def _own_fault(error: Exception) -> Violation:

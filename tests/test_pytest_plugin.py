@@ -30,17 +30,11 @@ fuzz.engines.ENGINES.update((name, f"fake_engine:{made.__name__}") for name, mad
 
 PROPERTY = """
 from hypothesis import given
-from fuzz.explore import observe
-from fuzz.run import run_case
 from fuzz.strategies import cases
 
 @given(case=cases("small"))
-def test_property(case, open_engine, fail_with):
-    engine = open_engine({engine!r})
-    judged = run_case(engine, case)
-    observe([])
-    if judged.violations:
-        fail_with(judged, engine)
+def test_property(case, check):
+    check({engine!r}, case)
 
 def test_other():
     pass
@@ -132,7 +126,7 @@ def cases_of(inner: pytest.Pytester, *arguments: str) -> tuple[list[str], str]:
 def test_runs_differ_and_the_seed_brings_one_back(inner: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     """Also on a CI server, where Hypothesis by itself would make the same examples every time."""
     monkeypatch.setenv("CI", "true")
-    told = PROPERTY.format(engine="clean").replace("observe([])", "observe([]); print('case', case.digest)")
+    told = PROPERTY.format(engine="clean").replace("    check", "    print('case', case.digest)\n    check")
     inner.makepyfile(test_it=told)
     first, seed = cases_of(inner)
     second, other = cases_of(inner)
@@ -191,9 +185,19 @@ def test_an_unknown_marker_is_an_error(inner: pytest.Pytester):
 
 
 def test_edges_are_in_the_statistics(inner: pytest.Pytester):
-    inner.makepyfile(test_it=PROPERTY.format(engine="clean").replace("observe([])", "observe(['some-edge'])"))
+    inner.makepyfile(
+        test_it=PROPERTY.format(engine="clean"),
+        conftest=inner.path.joinpath("conftest.py").read_text() + "\nedges = lambda _: {'some-edge', 'other-edge'}\n",
+    )
     result = inner.runpytest_subprocess("--hypothesis-show-statistics")
-    result.stdout.fnmatch_lines(["*%, some-edge", "*Highest target score: 1 *edges in one case*"])
+    result.stdout.fnmatch_lines(["*%, other-edge", "*%, some-edge", "*Highest target score: 2 *edges in one case*"])
+
+
+def test_refused_cases_are_in_the_statistics(inner: pytest.Pytester):
+    inner.makepyfile(test_it=PROPERTY.format(engine="picky"))
+    result = inner.runpytest_subprocess("--hypothesis-show-statistics")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["*%, refused by vLLM: a pool of N blocks is not to my taste"])
 
 
 @pytest.mark.parametrize("name", ["dev", "ci", "nightly"])
