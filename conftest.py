@@ -26,7 +26,6 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 
 from fuzz import report, run
 from fuzz.case import Case
-from fuzz.edges import edges
 from fuzz.engines.base import Engine, Refused
 
 pytest_plugins = ["pytester"]
@@ -158,10 +157,9 @@ def check(open_engine, fail_with) -> Callable[[str, Case], None]:
         except Refused as refused:
             hypothesis.event(f"refused by vLLM: {run.general(refused)}")
             return
-        reached = sorted(edges(judged.trace)) if judged.trace else []
-        for seen in (*reached, *(f"known finding {finding}" for finding in judged.known)):
+        for seen in (*sorted(judged.edges), *(f"known finding {finding}" for finding in judged.known)):
             hypothesis.event(seen)
-        hypothesis.target(len(reached), label="edges in one case")
+        hypothesis.target(len(judged.edges), label="edges in one case")
         if judged.violations:
             fail_with(judged, engine)
 

@@ -21,7 +21,7 @@ from hypothesis.errors import Flaky
 from hypothesis.strategies import SearchStrategy
 
 from fuzz import corpus, options, report
-from fuzz.case import Case
+from fuzz.case import Case, encode
 from fuzz.engines.base import Engine, Refused
 from fuzz.run import Judged, Key, Tally, brisk, general, keep, open_engine, run_case
 from fuzz.strategies import cases
@@ -57,8 +57,8 @@ class Explorer:
     tally: Tally = field(default_factory=Tally)
     _seen: set[int] = field(default_factory=set)
     _found: set[Key] = field(default_factory=set)
-    _strays: dict[Key, Judged] = field(default_factory=dict)
-    """What came up while something else was being shrunk."""
+    _aside: dict[Key, Judged] = field(default_factory=dict)
+    """The smallest case for what cannot be shrunk: seeds broke it, or it came up while something else was shrunk."""
     _smallest: Judged | None = None
     """The smallest case so far of what is being shrunk."""
     _key: Key | None = None
@@ -72,13 +72,15 @@ class Explorer:
             for case in seeds:
                 if self._spent():
                     break
-                self._explore(case, shrinkable=False)
+                if news := self._explore(case):
+                    self._set_aside(news)
+            self._keep_set_aside()
             number = 0
-            while not self._spent() and self._round(self.seed + number):
+            # Far apart, so that runs with neighbouring seeds share no round.
+            while not self._spent() and self._round(self.seed + (number << 64)):
                 number += 1
         finally:
-            for judged in self._strays.values():
-                self._keep(judged)
+            self._keep_set_aside()
 
     def _spent(self) -> bool:
         enough = self.cases is not None and self.tally.cases >= self.cases
@@ -102,8 +104,7 @@ class Explorer:
         )
         @given(self.strategy)
         def every(case: Case) -> None:
-            # One line for both: Hypothesis tells failures apart by the line that raises.
-            if self._explore(case, shrinkable=True) if self._key is None else self._shrink(case):
+            if self._shrink(case) if self._key else self._hunt(case):
                 raise _Fired
 
         try:
@@ -117,32 +118,33 @@ class Explorer:
                 self._keep(judged)
         return len(self._seen) > before
 
-    def _explore(self, case: Case, shrinkable: bool) -> bool:
-        """Run one more case. If it breaks something new: True where it can be shrunk, else keep it as it is."""
+    def _hunt(self, case: Case) -> bool:
+        """Whether a generated case breaks something new, which is shrunk from now on."""
         if self._spent():
             raise _Stop
+        self._brisk = brisk(case, self.tally.cases)
+        news = self._explore(case)
+        if news:
+            self._key = next(key for key in news.keys if key not in self._found)
+            self._smallest = news
+            self._shrink_until = time.monotonic() + SHRINK_SECONDS
+        return news is not None
+
+    def _explore(self, case: Case) -> Judged | None:
+        """Run and count one more case, unless it was there before; the case if it breaks something new."""
         number = hash(case)
         if number in self._seen:
-            return False
+            return None
         self._seen.add(number)
-        self._brisk = shrinkable and brisk(case, self.tally.cases)
         try:
             judged = run_case(self.engine, case, self._brisk)
         except Refused as refused:
             self.tally.refused[general(refused)] += 1
-            return False
+            return None
         self.tally.add(judged)
-        self.progress(self.tally)
-        news = [key for key in judged.keys if key not in self._found]
         self.tally.repeats.update(key for key in judged.keys if key in self._found)
-        if not news:
-            return False
-        if not shrinkable:
-            self._keep(judged)
-            return False
-        self._key, self._smallest = news[0], judged
-        self._shrink_until = time.monotonic() + SHRINK_SECONDS
-        return True
+        self.progress(self.tally)
+        return None if self._found.issuperset(judged.keys) else judged
 
     def _shrink(self, case: Case) -> bool:
         """Whether a candidate still breaks what is being shrunk: Hypothesis offers smaller and smaller ones."""
@@ -155,18 +157,33 @@ class Explorer:
         if self._key in judged.keys:
             self._smallest = judged
             return True
-        for key in judged.keys:
-            if key not in self._found:
-                self._strays.setdefault(key, judged)
+        self._set_aside(judged)
         return False
+
+    def _set_aside(self, judged: Judged) -> None:
+        for key in judged.keys:
+            known = self._aside.get(key)
+            if not known or len(encode(judged.case)) < len(encode(known.case)):
+                self._aside[key] = judged
+
+    def _keep_set_aside(self) -> None:
+        """The smallest case first: what it breaks, larger ones need not be kept for."""
+        for judged in sorted(self._aside.values(), key=lambda judged: len(encode(judged.case))):
+            self._keep(judged)
+        self._aside.clear()
 
     def _keep(self, judged: Judged) -> None:
         """Save a case as a finding, as a replay will see it; what it breaks, either way it runs, is not news again."""
         if self._found.issuperset(judged.keys):
             return
-        full = run_case(self.engine, judged.case)
-        self._found.update(judged.keys, full.keys, run_case(self.engine, judged.case, brisk=True).keys)
-        finding = keep(full if full.violations else judged, self.engine, self.seed)
+        try:
+            full = run_case(self.engine, judged.case)
+            self._found.update(judged.keys, full.keys, run_case(self.engine, judged.case, brisk=True).keys)
+            judged = full if full.violations else judged
+        finally:
+            # Also on a Ctrl-C just now.
+            self._found.update(judged.keys)
+            finding = keep(judged, self.engine, self.seed)
         if finding.path not in {earlier.path for earlier in self.tally.findings}:
             self.tally.findings.append(finding)
         self.progress(self.tally)

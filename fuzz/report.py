@@ -26,7 +26,8 @@ from fuzz.case import encode
 from fuzz.edges import EDGES
 from fuzz.engines.base import Engine
 from fuzz.known import REGISTER
-from fuzz.run import Finding, Judged, Tally, installed
+from fuzz.run import Finding, Judged, Key, Tally, installed
+from invariants.trace import Violation
 
 PLAIN_WIDTH: Final = 120
 """Columns of a table that does not go to a terminal."""
@@ -106,17 +107,29 @@ def replay_command(path: Path) -> str:
 def failure_text(judged: Judged, path: Path, used: Mapping[str, str]) -> str:
     """What was broken, the case, the versions ``used``, and the command that replays it as the last line."""
     lines = []
+    sites: dict[Key, list[Violation]] = {}
     for violation in judged.violations:
-        lines += [f"{violation.invariant}: {violation.message}"]
-        lines += [f"    expected  {violation.expected}", f"    seen      {violation.seen}"]
-        where = {"request": violation.request, "step": violation.step, "row": violation.row}
-        where |= {"position": violation.position, "site": violation.site or None}
-        told = ", ".join(f"{name} {value}" for name, value in where.items() if value is not None)
-        lines += [f"    where     {told or 'the whole run'}"]
-    lines += [f"    (known, not counted: {', '.join(judged.known)})"] if judged.known else []
+        sites.setdefault((violation.invariant, violation.site), []).append(violation)
+    for first, *more in sites.values():
+        lines += _violation_lines(first)
+        # The last one's message says how many the invariant did not list.
+        lines += [f"    and more  {len(more)} listed, the last: {more[-1].message}"] if more else []
+    lines += [f"(known, not counted: {', '.join(judged.known)})"] if judged.known else []
     lines += ["", encode(judged.case).decode().rstrip(), ""]
     lines += [", ".join(f"{name} {version}" for name, version in used.items())]
     return "\n".join([*lines, replay_command(path)])
+
+
+def _violation_lines(violation: Violation) -> list[str]:
+    where = {"request": violation.request, "step": violation.step, "row": violation.row}
+    where |= {"position": violation.position, "site": violation.site or None}
+    told = ", ".join(f"{name} {value}" for name, value in where.items() if value is not None)
+    return [
+        f"{violation.invariant}: {violation.message}",
+        f"    expected  {violation.expected}",
+        f"    seen      {violation.seen}",
+        f"    where     {told or 'the whole run'}",
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +155,7 @@ def print_run(run: Run) -> None:
     if run.interrupted:
         print("broken off: what is above is what was done until then; findings are kept")
     for finding in tally.findings:
-        print(f"\n{'-' * 20} {_kind(finding)}; smallest case that was found:")
+        print(f"\n{'-' * 20} {_kind(finding)}; the smallest case that was found:")
         print(failure_text(finding.judged, finding.path, run.versions))
 
 

@@ -59,6 +59,8 @@ class Judged:
     """Those that are not in the register of known findings."""
     known: dict[str, list[Violation]]
     """Those that are, by id of the entry."""
+    edges: set[str]
+    """Edges that it reached."""
 
     @property
     def keys(self) -> list[Key]:
@@ -110,7 +112,7 @@ class Tally:
         self.steps += len(judged.trace.steps)
         self.gathers += sum(len(gathers.row) for step in judged.trace.steps for gathers in step.gathers)
         self.kernels[judged.trace.kernels] += 1
-        self.edges |= edges(judged.trace)
+        self.edges |= judged.edges
 
 
 def open_engine(name: str) -> Engine:
@@ -138,13 +140,13 @@ def run_case(engine: Engine, case: Case, brisk: bool = False) -> Judged:
     try:
         trace = engine.run(case, brisk)
         news, old = known.split(judge(trace), trace)
+        return Judged(case, trace, news, old, edges(trace))
     except Refused:
         raise
     except Unavailable as error:
         raise CannotRun(f"engine '{engine.name}' cannot run here: {error}") from error
     except Exception as error:
-        return Judged(case, None, [_own_fault(error)], {})
-    return Judged(case, trace, news, old)
+        return Judged(case, None, [_own_fault(error)], {}, set())
 
 
 def general(refused: Refused) -> str:

@@ -187,7 +187,8 @@ def test_an_unknown_marker_is_an_error(inner: pytest.Pytester):
 def test_edges_are_in_the_statistics(inner: pytest.Pytester):
     inner.makepyfile(
         test_it=PROPERTY.format(engine="clean"),
-        conftest=inner.path.joinpath("conftest.py").read_text() + "\nedges = lambda _: {'some-edge', 'other-edge'}\n",
+        conftest=inner.path.joinpath("conftest.py").read_text()
+        + "\nrun.edges = lambda _: {'some-edge', 'other-edge'}\n",
     )
     result = inner.runpytest_subprocess("--hypothesis-show-statistics")
     result.stdout.fnmatch_lines(["*%, other-edge", "*%, some-edge", "*Highest target score: 2 *edges in one case*"])

@@ -76,6 +76,11 @@ class TestRunCase:
         assert "Traceback" in judged.violations[0].message
         assert "KeyError: 'oops'" in judged.violations[0].message
 
+    @pytest.mark.parametrize("name", ["judge", "edges"])
+    def test_whatever_of_ours_fails(self, name: str, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(run, name, lambda _: 1 // 0)
+        assert "ZeroDivisionError" in run_case(fake_engine.Clean(), make(30)).violations[0].message
+
     def test_unknown_and_missing_engines(self, monkeypatch: pytest.MonkeyPatch):
         with pytest.raises(CannotRun, match="no engine is called 'nope'; there are: scheduler"):
             run.open_engine("nope")
@@ -142,6 +147,22 @@ class TestExplore:
         case = make(50, 60)
         tally = explore_with(fake_engine.Broken(), 1, (case,)).tally
         assert [finding.judged.case.requests for finding in tally.findings] == [case.requests]
+        assert len(crash_files(corpora)) == 1
+
+    def test_of_the_seeds_that_break_it_the_smallest_is_kept(self):
+        cases_ = make(50, 60), make(50), make(50, 60, 70), make(3)
+        (finding,) = explore_with(fake_engine.Broken(), 4, cases_).tally.findings
+        assert finding.judged.case.requests == make(50).requests
+
+    def test_an_interrupt_while_a_finding_is_saved_does_not_lose_it(self, corpora: Path):
+        class InterruptedAgain(fake_engine.Broken):
+            def misbehave(self, case: Case, trace: Trace) -> None:
+                if self.runs == 2:
+                    raise KeyboardInterrupt
+                super().misbehave(case, trace)
+
+        with pytest.raises(KeyboardInterrupt):
+            explore_with(InterruptedAgain(), 10, (make(50),))
         assert len(crash_files(corpora)) == 1
 
     def test_what_only_a_brisk_run_shows_is_kept(self):
