@@ -16,6 +16,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -673,6 +674,14 @@ def _aliased(memory, n, again: tl.constexpr):
         tl.store(memory + lane, before + there)
     if again:
         tl.store(memory + lane + 1, tl.load(memory + lane) + tl.load(memory + 2 + lane))
+    counted = tl.load(memory + lane)
+    for i in range(n - 2):
+        tl.store(memory + lane + 1, counted + i)
+    tested = tl.load(memory + 1 + lane)
+    while tl.load(memory) < n + 40:
+        tl.store(memory, tl.load(memory) + 9)
+        tl.store(memory + lane + 2, tested)
+    tl.store(memory + 8 + lane, counted + tested)
 
 
 @fuzzed
@@ -806,6 +815,13 @@ def _floating(out, n):
 
 
 @triton.jit
+def _maybe_unset(out, n):
+    for sum in range(n):
+        tl.store(out, sum)
+    tl.store(out, sum)
+
+
+@triton.jit
 def _two_types(out, n):
     x = tl.load(out)
     if n > 2:
@@ -815,7 +831,12 @@ def _two_types(out, n):
 
 @pytest.mark.parametrize(
     ("kernel", "operation"),
-    [(_atomic, "a call of atomic_add"), (_floating, "si_to_fp"), (_two_types, "x, which branches give different")],
+    [
+        (_atomic, "a call of atomic_add"),
+        (_floating, "si_to_fp"),
+        (_two_types, "x, which branches give different types"),
+        (_maybe_unset, "sum, a loop variable after its loop"),
+    ],
 )
 def test_unsupported_operations_fall_back(kernel: Any, operation: str) -> None:
     arena = Arena(4)
@@ -844,6 +865,23 @@ def test_a_warning_names_the_line() -> None:
             _atomic[(1,)](torch.zeros(1, dtype=I32), 3)
     finally:
         uninstall()
+
+
+def test_the_source_that_is_imported_is_what_runs(tmp_path: Path) -> None:
+    """A mutant of a kernel is a rewritten file: no copy of the original may run in its place."""
+    text = "import triton\nimport triton.language as tl\n\n@triton.jit\ndef kernel(out, n):\n    tl.store(out, n + 1)\n"
+    arena = Arena()
+    out = arena.empty(1)
+    for name, source, value in (("original", text, 6), ("mutant", text.replace("+ 1", "- 1"), 4)):
+        path = tmp_path / f"{name}.py"
+        path.write_text(source)
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        agree(arena, module.kernel[(1,)], out, 5)
+        assert int(out[0]) == value
 
 
 @triton.jit
@@ -887,3 +925,17 @@ def test_install_and_uninstall() -> None:
 def test_warming_up_launches_nothing() -> None:
     with compiled():
         _constant.warmup(I32, value=1, grid=(1,))
+
+
+def test_prepare_comes_before_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(RuntimeError, match="Triton was imported before"):
+        prepare("interpreter")
+
+
+def test_a_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_TARGET_DEVICE")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    original = InterpretedFunction.run
+    assert prepare("compiled") == "gpu"
+    assert InterpretedFunction.run is original

@@ -19,8 +19,8 @@ from fuzz.triton_cpu.tiles import BOOL, INT32, INT64, Buffer, Emitter, Handle, L
 
 Axes = tuple[int | None, ...]
 _FLIPPED = {"slt": "sgt", "sgt": "slt", "sle": "sge", "sge": "sle"}
-_FAR = 1 << 60
-"""Sums of a few 64-bit values below this do not wrap around."""
+_FAR = 1 << 50
+"""Sums of thousands of 64-bit values below this do not wrap around."""
 
 
 @dataclass
@@ -116,8 +116,7 @@ def _sum(emitter: Emitter, handle: Handle, axes: Axes) -> _Sum | None:
     if handle.name == "sext":
         inner = _sum(emitter, handle.args[0], axes)
         if inner is not None:
-            size = handle.shape[0] if len(handle.shape) == 1 else max(handle.shape)
-            inner.checks.append(_fits(emitter, inner.base, size, 32))
+            inner.checks.append(_fits(emitter, inner.base, max(handle.shape), 32))
         return inner
     if handle.name not in ("add", "sub"):
         return None

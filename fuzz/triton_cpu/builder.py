@@ -136,8 +136,8 @@ class Builder:
         """An elementwise operation: done now on scalars, per lane on tiles."""
         if not any(arg.shape for arg in args):
             value = emit(self.emitter.builder, *(self.emitter.lane(arg, (), {}) for arg in args))
-            return Scalar(type_, (), pointee, value)
-        return Map(type_, args[0].shape, pointee, name, emit, tuple(args))
+            return Scalar(type_, (), pointee, value=value)
+        return Map(type_, args[0].shape, pointee, name=name, emit=emit, args=tuple(args))
 
     def constant(self, type_: Any, value: int) -> Scalar:
         """A number of an integer type."""
@@ -193,21 +193,21 @@ class Builder:
         return Scalar(INT32, (), value=self._grid[axis])
 
     def create_make_range(self, _type: Any, start: int, stop: int) -> Lanes:
-        return Lanes(INT32, (stop - start,), None, start)
+        return Lanes(INT32, (stop - start,), start=start)
 
     # shapes
 
     def create_splat(self, type_: Block, source: Handle) -> Handle:
-        return View(source.type, type_.shape, source.pointee, source, (None,) * len(source.shape))
+        return View(source.type, type_.shape, source.pointee, source=source, axes=(None,) * len(source.shape))
 
     def create_broadcast(self, source: Handle, shape: Sequence[int]) -> Handle:
         axes = tuple(None if size == 1 else axis for axis, size in enumerate(source.shape))
-        return View(source.type, tuple(shape), source.pointee, source, axes)
+        return View(source.type, tuple(shape), source.pointee, source=source, axes=axes)
 
     def create_expand_dims(self, source: Handle, axis: int) -> Handle:
         shape = (*source.shape[:axis], 1, *source.shape[axis:])
         axes = tuple(old if old < axis else old + 1 for old in range(len(source.shape)))
-        return View(source.type, shape, source.pointee, source, axes)
+        return View(source.type, shape, source.pointee, source=source, axes=axes)
 
     # casts and pointers
 

@@ -4,8 +4,8 @@
 
 ``install`` replaces ``InterpretedFunction.run``, where every launch under the interpreter ends, however it was spelled.
 A kernel is translated once for each combination of argument types and constants; what cannot be translated runs under
-the interpreter, with one warning a kernel and reason, and is counted. Relied upon: LLVM compiles such a kernel in a
-hundredth of a second, so nothing is kept on disk.
+the interpreter, with one warning a kernel and reason, and is counted. Relied upon: llvmlite (numba brings it, vLLM
+needs numba) compiles a kernel in a few hundredths of a second, so nothing is kept on disk.
 """
 
 from __future__ import annotations
@@ -140,15 +140,18 @@ class _Kernel:
         return tuple(key), slots
 
     def _compile(self, values: Sequence[Any], key: Sequence[Any], slots: int) -> _Program | Unsupported:
-        arguments = {name: _argument(part) or value for name, value, part in zip(self._names, values, key, strict=True)}
-        with _lock:
-            compiler = _compiler()
-            name = compiler.new_name()
-            try:
+        try:
+            given = zip(self._names, values, key, strict=True)
+            arguments = {name: _argument(part) or value for name, value, part in given}
+            with _lock:
+                compiler = _compiler()
+                name = compiler.new_name()
                 text, errors = translate(self.function.fn, arguments, name)
-            except Unsupported as problem:
-                return problem
-            return _Program(compiler.compile(text, name), slots, errors)
+                return _Program(compiler.compile(text, name), slots, errors)
+        except Unsupported as problem:
+            return problem
+        except Exception as error:
+            return Unsupported(f"{type(error).__name__} ({error})")
 
 
 def _is_constexpr(annotation: Any) -> bool:

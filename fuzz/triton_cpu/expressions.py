@@ -20,7 +20,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from fuzz.triton_cpu.builder import Builder
 from fuzz.triton_cpu.language import Language
-from fuzz.triton_cpu.operators import known
+from fuzz.triton_cpu.operators import known, plain
 from fuzz.triton_cpu.source import Frame, source_of
 from fuzz.triton_cpu.tiles import BOOL, INT32, Emitter, Handle, Scalar, Unsupported
 
@@ -77,7 +77,7 @@ class Expressions:
             case ast.Constant(value=value):
                 return value
             case ast.Name(id=name):
-                return _plain(self.frame.lookup(name))
+                return plain(self.frame.lookup(name))
             case ast.Tuple(elts=elements) | ast.List(elts=elements):
                 return tuple(self.evaluate_all(elements))
             case ast.BinOp(left=left, op=operation, right=right):
@@ -161,7 +161,7 @@ class Expressions:
         first, second = types_
         if first.type != second.type:
             raise Unsupported(f"a conditional expression of {first.type} and {second.type}")
-        return tl.tensor(Scalar(first.handle.type, (), first.handle.pointee, value), first.type)
+        return tl.tensor(Scalar(first.handle.type, (), first.handle.pointee, value=value), first.type)
 
     def _either(self, condition: Any, one: Callable[[], Any], other: Callable[[], Any]) -> Any:
         """An LLVM value computed on one of two paths, neither of which may store."""
@@ -193,16 +193,16 @@ class Expressions:
         elif isinstance(owner, types.ModuleType):
             if owner.__name__.startswith("triton.language") and name in Language.NAMES:
                 return _Function(getattr(self.language, name))
-            return _plain(getattr(owner, name))
+            return plain(getattr(owner, name))
         elif isinstance(owner, tl.dtype):
-            return _plain(getattr(owner, name))
+            return plain(getattr(owner, name))
         raise Unsupported(f"the attribute {name} of {owner!r}")
 
     def _subscript(self, owner: Any, index: ast.expr) -> Any:
         if not isinstance(owner, tl.tensor):
             value = self.evaluate(index)
             if isinstance(owner, tuple) and isinstance(value, int):
-                return _plain(owner[value])
+                return plain(owner[value])
             raise Unsupported(f"an index into {owner!r}")
         axes = index.elts if isinstance(index, ast.Tuple) else [index]
         for axis, part in enumerate(axes):
@@ -216,7 +216,9 @@ class Expressions:
         if any(isinstance(arg, ast.Starred) for arg in node.args) or any(k.arg is None for k in node.keywords):
             raise Unsupported("a call with * or **")
         function = self.evaluate(node.func)
+        self._half_done.append(list(function.first) if isinstance(function, _Function) else [])
         values = self.evaluate_all([*node.args, *(keyword.value for keyword in node.keywords)])
+        self._half_done.pop()
         args, names = values[: len(node.args)], [str(keyword.arg) for keyword in node.keywords]
         kwargs = dict(zip(names, values[len(node.args) :], strict=True))
         if isinstance(function, InterpretedFunction):
@@ -229,7 +231,7 @@ class Expressions:
             return function.method(*function.first, *args, **kwargs)
         if not known(function) or function not in _CALLABLE or not all(known(value) for value in values):
             raise Unsupported(f"a call of {getattr(function, '__name__', function)!s}")
-        return _plain(function(*args, **kwargs))
+        return plain(function(*args, **kwargs))
 
     def _inline(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if len(self.frames) >= _MAX_DEPTH:
@@ -237,7 +239,7 @@ class Expressions:
         source = source_of(function)
         bound = source.signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        frame = Frame(source, {name: _plain(value) for name, value in bound.arguments.items()}, inlined=True)
+        frame = Frame(source, {name: plain(value) for name, value in bound.arguments.items()}, inlined=True)
         self.frames.append(frame)
         self.run(source.tree.body)
         self.frames.pop()
@@ -260,10 +262,6 @@ def _is_boolean(node: ast.expr) -> bool:
     if isinstance(node, ast.BoolOp):
         return all(_is_boolean(value) for value in node.values)
     return isinstance(node, ast.Compare) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, tl.constexpr) else value
 
 
 def _handles(value: Any) -> list[Handle]:

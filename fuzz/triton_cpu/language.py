@@ -16,7 +16,7 @@ from typing import Any
 import triton.language as tl
 
 from fuzz.triton_cpu.builder import Builder
-from fuzz.triton_cpu.operators import Operators, WeakInt, known
+from fuzz.triton_cpu.operators import Operators, WeakInt, known, plain
 from fuzz.triton_cpu.reductions import reduce, scan
 from fuzz.triton_cpu.tiles import Handle, Load, Scalar, Unsupported
 
@@ -48,7 +48,7 @@ class Language(Operators):
 
     def full(self, shape: Sequence[Any], value: Any, dtype: Any) -> Any:
         value = self.tensor(value) if isinstance(value, WeakInt) else value
-        return self.semantic.full([_plain(size) for size in shape], value, dtype)
+        return self.semantic.full([plain(size) for size in shape], value, dtype)
 
     def zeros(self, shape: Sequence[Any], dtype: Any) -> Any:
         return self.full(shape, 0, dtype)
@@ -113,7 +113,7 @@ class Language(Operators):
         type_ = pointer.type.with_element_ty(element) if pointer.type.is_block() else element
         mask_handle = None if mask is None else mask.handle
         handle: Handle = Load(
-            lane_type, pointer.handle.shape, None, pointer=pointer.handle, mask=mask_handle, other=other.handle
+            lane_type, pointer.handle.shape, pointer=pointer.handle, mask=mask_handle, other=other.handle
         )
         if not handle.shape:
             handle = Scalar(lane_type, (), value=self.emitter.lane(handle, (), {}))
@@ -195,10 +195,6 @@ class Language(Operators):
         if element == tl.int1:
             return self.semantic.cast(pointer, tl.pointer_type(tl.int8)), tl.int8
         return pointer, element
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, tl.constexpr) else value
 
 
 def _axis(tile: Any, axis: Any) -> int:

@@ -86,6 +86,11 @@ def known(value: Any) -> bool:
     return not isinstance(value, (tl.tensor, WeakInt))
 
 
+def plain(value: Any) -> Any:
+    """A Python object for a ``tl.constexpr`` of it."""
+    return value.value if isinstance(value, tl.constexpr) else value
+
+
 def kind(value: Any) -> Any:
     """What has to agree where two ways meet; None for what cannot be handed on."""
     if isinstance(value, tl.tensor):
@@ -110,7 +115,7 @@ def like(value: Any, lane: Any) -> Any:
     """A scalar of the kind of ``value`` with another LLVM value."""
     if isinstance(value, WeakInt):
         return WeakInt(lane)
-    return tl.tensor(Scalar(value.handle.type, (), value.handle.pointee, lane), value.type)
+    return tl.tensor(Scalar(value.handle.type, (), value.handle.pointee, value=lane), value.type)
 
 
 class Operators:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from fuzz.triton_cpu.liveness import Liveness
+from fuzz.triton_cpu.liveness import Liveness, writes
 from fuzz.triton_cpu.tiles import Unsupported
 
 
@@ -24,6 +24,8 @@ class Source:
     function: Any
     tree: ast.FunctionDef
     liveness: Liveness
+    local: frozenset[str]
+    """Names that it assigns."""
     first_line: int
     signature: inspect.Signature
 
@@ -38,7 +40,7 @@ def source_of(function: Any) -> Source:
     tree = ast.parse(textwrap.dedent("".join(lines))).body[0]
     if not isinstance(tree, ast.FunctionDef):
         raise Unsupported(type(tree).__name__)
-    return Source(function, tree, Liveness(tree), first_line, inspect.signature(function))
+    return Source(function, tree, Liveness(tree), writes([tree]), first_line, inspect.signature(function))
 
 
 @dataclass
@@ -67,6 +69,8 @@ class Frame:
             if isinstance(value, Unknown):
                 raise Unsupported(f"{name}, {value.why}")
             return value
+        if name in self.source.local:
+            raise Unsupported(f"{name}, which may not be set")
         for scope in (self.source.function.__globals__, vars(builtins)):
             if name in scope:
                 return scope[name]

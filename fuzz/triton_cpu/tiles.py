@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -55,33 +55,33 @@ class Handle:
         return ()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Scalar(Handle):
     """A value that is already computed."""
 
-    value: Any = None
+    value: Any
 
     def lane(self, emitter: Emitter, index: Index, memo: Memo) -> Any:  # noqa: ARG002
         return self.value
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Lanes(Handle):
     """start, start + 1, ... along the only axis."""
 
-    start: int = 0
+    start: int
 
     def lane(self, emitter: Emitter, index: Index, memo: Memo) -> Any:  # noqa: ARG002
         return emitter.builder.add(index[0], ir.Constant(INT32, self.start))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Map(Handle):
     """An elementwise operation on handles of the same shape. ``name`` is what ``bounds`` knows it by."""
 
-    name: str = ""
-    emit: Callable[..., Any] = field(default=lambda *_: None)
-    args: tuple[Handle, ...] = ()
+    name: str
+    emit: Callable[..., Any]
+    args: tuple[Handle, ...]
 
     def lane(self, emitter: Emitter, index: Index, memo: Memo) -> Any:
         return self.emit(emitter.builder, *(emitter.lane(arg, index, memo) for arg in self.args))
@@ -90,13 +90,13 @@ class Map(Handle):
         return self.args
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class View(Handle):
     """``source`` under another shape. ``axes``: for each axis of the source the axis of the view that walks it,
     or None where it has one lane only."""
 
-    source: Handle = field(default_factory=lambda: Handle(None, ()))
-    axes: tuple[int | None, ...] = ()
+    source: Handle
+    axes: tuple[int | None, ...]
 
     def lane(self, emitter: Emitter, index: Index, memo: Memo) -> Any:
         zero = ir.Constant(INT32, 0)
@@ -106,11 +106,11 @@ class View(Handle):
         return (self.source,)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Buffer(Handle):
     """Lanes that were computed into memory. Lanes past ``limits`` were not, and are ``other``."""
 
-    memory: Any = None
+    memory: Any
     limits: Limits | None = None
     other: Handle | None = None
 
@@ -128,13 +128,13 @@ class Buffer(Handle):
         return () if self.other is None else (self.other,)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Load(Handle):
     """Reads memory. Once ``settled`` it reads the copy. ``other`` is for lanes that are masked off."""
 
-    pointer: Handle = field(default_factory=lambda: Handle(None, ()))
-    mask: Handle | None = None
-    other: Handle = field(default_factory=lambda: Handle(None, ()))
+    pointer: Handle
+    mask: Handle | None
+    other: Handle
     settled: Buffer | None = None
 
     def lane(self, emitter: Emitter, index: Index, memo: Memo) -> Any:
@@ -186,7 +186,13 @@ class Emitter:
         self.entry = function.append_basic_block("entry")
         """Holds the stack slots only: a slot made anywhere else would grow the stack with every iteration."""
         self.builder = ir.IRBuilder(function.append_basic_block("start"))
+        self._start = self.builder.block
         self._buffer_bytes = 0
+
+    def close(self) -> None:
+        """Nothing more comes: go on from the stack slots to the code."""
+        with self.builder.goto_block(self.entry):
+            self.builder.branch(self._start)
 
     def lane(self, handle: Handle, index: Index, memo: Memo) -> Any:
         """One lane of ``handle``; ``memo`` holds what this iteration has computed already."""

@@ -194,8 +194,7 @@ def translate(function: Any, arguments: dict[str, Any], name: str) -> tuple[str,
     translator.frames.append(Frame(source, names, inlined=False))
     if not translator.run(source.tree.body):
         emitter.builder.ret(ir.Constant(INT32, 0))
-    with emitter.builder.goto_block(emitter.entry):
-        emitter.builder.branch(program.basic_blocks[1])
+    emitter.close()
     _launch(module, program, name, [value.lane_type for value in given])
     return str(module), translator.errors
 
@@ -214,7 +213,7 @@ class Argument:
     def value(self, lane: Any) -> Any:
         """The tensor that the kernel sees."""
         pointee = ir.IntType(self.type.element_ty.primitive_bitwidth) if self.type.is_ptr() else None
-        return tl.tensor(Scalar(self.lane_type, (), pointee, lane), self.type)
+        return tl.tensor(Scalar(self.lane_type, (), pointee, value=lane), self.type)
 
 
 def _launch(module: Any, program: Any, name: str, types: Sequence[Any]) -> None:
@@ -233,5 +232,4 @@ def _launch(module: Any, program: Any, name: str, types: Sequence[Any]) -> None:
         with builder.if_then(builder.icmp_signed("!=", status, ir.Constant(INT32, 0)), likely=False):
             builder.ret(status)
     builder.ret(ir.Constant(INT32, 0))
-    with builder.goto_block(emitter.entry):
-        builder.branch(launch.basic_blocks[1])
+    emitter.close()
