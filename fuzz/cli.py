@@ -45,11 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             import_module(module).add_arguments(subparser)
     args = parser.parse_args(arguments)
 
+    from fuzz.engines.base import Unavailable
     from fuzz.run import CannotRun
 
     try:
         code: int = import_module(COMMANDS[args.command][0]).command(args)
-    except CannotRun as error:
+    except (CannotRun, Unavailable) as error:
         print(f"replaycheck: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -28,7 +28,7 @@ def command(args: argparse.Namespace) -> int:
     for name, version in found["versions"].items():
         rows.add_row(name, version)
     for name, engine in found["engines"].items():
-        rows.add_row(f"engine {name}", "can run" if engine["can_run"] else f"cannot run: {engine['missing']}")
+        rows.add_row(f"engine {name}", engine["missing"] or "can run")
     for name, title in found["profiles"].items():
         rows.add_row(f"profile {name}", title)
     for name, counts in found["corpora"].items():
