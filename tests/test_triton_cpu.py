@@ -30,7 +30,7 @@ for _needed in ("torch", "triton", "llvmlite"):
 
 from fuzz.triton_cpu import fallbacks, install, prepare, uninstall
 
-if prepare("interpreter") == "gpu":
+if prepare("compiled") == "gpu":
     pytest.skip("Triton's kernels run on a GPU here", allow_module_level=True)
 
 import torch
@@ -45,6 +45,15 @@ I32, I64, BOOL = torch.int32, torch.int64, torch.bool
 GUARD = 64
 fuzzed = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def interpreter() -> Iterator[None]:
+    """Tests start under the interpreter, and leave what an engine of this process had installed."""
+    before = InterpretedFunction.run
+    uninstall()
+    yield
+    InterpretedFunction.run = before
 
 
 @pytest.fixture(autouse=True)
