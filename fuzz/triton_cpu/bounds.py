@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 
 from fuzz.triton_cpu.tiles import BOOL, INT32, INT64, Buffer, Emitter, Handle, Lanes, Limits, Load, Map, Scalar, View
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 
 from fuzz.triton_cpu.tiles import BOOL, INT32, INT64, Emitter, Handle, Lanes, Map, Scalar, Unsupported, View
 

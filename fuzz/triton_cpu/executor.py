@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import triton.language as tl
-from llvmlite import binding as llvm  # type: ignore[import-untyped]
+from llvmlite import binding as llvm
 from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import mangle_type

@@ -15,7 +15,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from triton.runtime.interpreter import InterpretedFunction
 
 from fuzz.triton_cpu.builder import Builder

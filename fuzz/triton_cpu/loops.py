@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import triton.language as tl
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 
 from fuzz.triton_cpu.expressions import Expressions
 from fuzz.triton_cpu.liveness import writes

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import triton.language as tl
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from triton.language.semantic import TritonSemantic
 
 from fuzz.triton_cpu.builder import Builder

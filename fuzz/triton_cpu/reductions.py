@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 
 from fuzz.triton_cpu.builder import Builder
 from fuzz.triton_cpu.tiles import Buffer, Emitter, Handle, Index, Scalar

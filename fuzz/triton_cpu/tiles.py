@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 
 BOOL, BYTE, INT32, INT64 = (ir.IntType(bits) for bits in (1, 8, 32, 64))
 MAX_BUFFER_BYTES = 1 << 20

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import triton.language as tl
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 
 from fuzz.triton_cpu.bounds import lane_limits
 from fuzz.triton_cpu.liveness import reads
