@@ -9,6 +9,7 @@ To add one: that module, and a line in ``COMMANDS``. Only the module of the comm
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -31,7 +32,17 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (default: the process's). Returns 0: clean, 1: a finding, 2: could not run."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return _main(sys.argv[1:] if argv is None else list(argv))
+    except KeyboardInterrupt:
+        print("replaycheck: interrupted", file=sys.stderr)
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; nothing is left to be flushed at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 2
+
+
+def _main(arguments: list[str]) -> int:
     parser = _Parser(
         prog="replaycheck",
         description="Fuzzing and invariant checks for prefix-cache replay in vLLM.",
@@ -52,9 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = import_module(COMMANDS[args.command][0]).command(args)
     except (CannotRun, Unavailable) as error:
         print(f"replaycheck: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("replaycheck: interrupted", file=sys.stderr)
         return 2
     return code
 

@@ -23,7 +23,9 @@ SEED = next(TESTS.parent.glob("corpora/scheduler/seeds/*.json"))
 def bootstrap(root: Path, *before: str) -> list[str]:
     """A command line that is ``replaycheck`` with the fake engines and their corpora."""
     lines = [
-        "import sys; from pathlib import Path; import fuzz.corpus, fuzz.engines",
+        "import signal, sys; from pathlib import Path; import fuzz.corpus, fuzz.engines",
+        # A shell starts what runs in its background with SIGINT ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)",
         f"sys.path.insert(0, {str(TESTS)!r}); fuzz.corpus.ROOT = Path({str(root)!r})",
         "fuzz.engines.ENGINES.update(broken='fake_engine:Broken', clean='fake_engine:Clean')",
         *before,
@@ -88,8 +90,18 @@ def test_ctrl_c(tmp_path: Path):
 
 def test_ctrl_c_before_anything_ran(tmp_path: Path):
     """While vLLM is imported, say: still no traceback."""
-    slow = "import fake_engine, signal; fake_engine.Clean.__init__ = lambda _: signal.raise_signal(signal.SIGINT)"
+    slow = "import fake_engine; fake_engine.Clean.__init__ = lambda _: signal.raise_signal(signal.SIGINT)"
     command = [*bootstrap(tmp_path, slow), "run", "--engine", "clean"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == "replaycheck: interrupted\n"
+
+
+def test_a_reader_that_has_seen_enough(tmp_path: Path):
+    """As in ``replaycheck replay corpora | head -1``."""
+    command = [*bootstrap(tmp_path), "replay", "--engine", "clean", *[str(SEED)] * 3000]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert run.stdout.readline().startswith("FIXED")
+    run.stdout.close()
+    assert run.stderr.read() == ""
+    assert run.wait() == 2
