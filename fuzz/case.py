@@ -159,13 +159,15 @@ def decode(data: bytes) -> Case:
     try:
         case = _decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise CaseError(_without_pattern(str(error))) from None
+        raise CaseError(_in_our_words(str(error))) from None
     check(case)
     return case
 
 
-def _without_pattern(message: str) -> str:
-    """msgspec's message with a name in place of our regular expression."""
+def _in_our_words(message: str) -> str:
+    """msgspec's message, without our regular expression and without calling a schema an enum."""
+    if message.endswith("`$.schema`"):
+        return f"this replaycheck reads schema {SCHEMA} only - at `$.schema`"
     return re.sub(r"matching regex '[^']*'", "of 1-64 letters, digits or _.:-", message)
 
 

@@ -27,6 +27,7 @@ from fuzz.edges import EDGES
 from fuzz.engines.base import Engine
 from fuzz.known import REGISTER
 from fuzz.run import Finding, Judged, Key, Tally, installed
+from fuzz.triton_cpu import fallbacks
 from invariants.trace import Violation
 
 PLAIN_WIDTH: Final = 120
@@ -172,6 +173,8 @@ def _rows(run: Run) -> Iterable[tuple[str, str]]:
     yield "steps", str(tally.steps)
     yield "gathers checked", str(tally.gathers)
     yield "kernels", ", ".join(f"{mode}: {count} cases" for mode, count in tally.kernels.items()) or "none ran"
+    if fallbacks:
+        yield "  interpreted", ", ".join(f"{kernel}: {count} launches" for kernel, count in fallbacks.items())
     missing = [edge for edge in EDGES if edge not in tally.edges]
     yield "edges reached", f"{len(EDGES) - len(missing)} of {len(EDGES)}"
     if missing:
@@ -192,7 +195,7 @@ def _rows(run: Run) -> Iterable[tuple[str, str]]:
 
 
 def run_json(run: Run) -> dict[str, Any]:
-    """The result of ``replaycheck run`` for a program: DESIGN.md's keys, and edges, kernels, faults of our own."""
+    """The result of ``replaycheck run`` for a program. ``errors`` are faults of replaycheck's own."""
     tally = run.tally
     told = [
         {
@@ -219,6 +222,7 @@ def run_json(run: Run) -> dict[str, Any]:
         "errors": [entry for entry, violation in zip(told, broken, strict=True) if not violation],
         "repeats": [{"invariant": key[0], "site": key[1], "count": n} for key, n in tally.repeats.items()],
         "kernels": dict(tally.kernels),
+        "interpreted": dict(fallbacks),
         "edges": {"reached": sorted(tally.edges), "missing": sorted(EDGES.keys() - tally.edges)},
         "interrupted": run.interrupted,
     }

@@ -19,5 +19,5 @@ def no_fault(view: View) -> Iterator[Violation]:
             expected="no fault",
             seen=fault.kind,
             step=fault.step,
-            site=fault.kind,
+            site=f"{fault.kind} in {fault.place}" if fault.place else fault.kind,
         )

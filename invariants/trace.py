@@ -193,6 +193,8 @@ class Fault:
     kind: Literal["exception", "hang", "signal", "gpu", "nan"]
     step: int
     message: str
+    place: str = ""
+    """Where, for telling faults apart: the file and function that raised, a GPU kernel. Never a value."""
 
 
 @dataclass(slots=True)

@@ -279,7 +279,7 @@ BAD_LINES = {
     "missing path": (["replay", "nowhere"], "nowhere: no such file or folder"),
     "empty folder": (["replay", "empty"], "empty: no case in this folder (*.json)"),
     "garbage": (["replay", "garbage.json"], "garbage.json: JSON is malformed"),
-    "schema": (["replay", "schema.json"], "schema.json: Invalid enum value 2 - at `$.schema`"),
+    "schema": (["replay", "schema.json"], "schema.json: this replaycheck reads schema 1 only - at `$.schema`"),
     "oversized": (["replay", "big.json"], f"big.json: {MAX_FILE_BYTES + 1} bytes; a case has at most {MAX_FILE_BYTES}"),
     "missing engine": (["run", "--engine", "missing"], "engine 'missing' cannot run here: this machine has no such"),
     "replay missing engine": (["replay", "ok.json", "--engine", "missing"], "engine 'missing' cannot run here"),

@@ -111,7 +111,7 @@ def _follow(driver: Driver, recorder: StepRecorder, trace: Trace) -> None:
         if not package:
             raise
         text = f"{type(error).__name__}: {error or 'no message'} ({place}:{frame.lineno} in {frame.name})"
-        trace.faults.append(Fault("exception", driver.step, text))
+        trace.faults.append(Fault("exception", driver.step, text, f"{place}, {frame.name}"))
 
 
 def _final(pool: Any) -> Final:
