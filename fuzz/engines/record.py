@@ -9,6 +9,7 @@ they are the ones that the step runs with. Writes reach the shadow cache before 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,21 @@ from fuzz.engines.worker import Batch, Worker
 from invariants.trace import PAD_SLOT, Admission, IntArray, Step, Trace, Writes
 
 
+@dataclass(slots=True)
+class _Rows:
+    """What stays the same while the same lives are in the batch, in the same order."""
+
+    names: list[str]
+    request: IntArray
+    """int32, index into ``Trace.requests``"""
+    admission: IntArray
+    """int32, index into ``Trace.admissions``"""
+    known: IntArray
+    """int32, tokens known at admission"""
+    start: IntArray
+    """int32, replay_start"""
+
+
 class StepRecorder:
     """Follows one case. ``worker`` None: no kernel runs, see ``Trace.kernels``."""
 
@@ -43,6 +59,7 @@ class StepRecorder:
         self._admission: dict[str, int] = {}
         self._seen_tables: dict[tuple[str, int], tuple[list[Any], IntArray]] = {}
         self._slot_maps: dict[tuple[str, int], tuple[IntArray, IntArray]] = {}
+        self._rows = self._rows_of([])
         self._changed = False
         """Whether a block table of the step differs from what the shadow cache knows."""
         self._lookups: list[tuple[str, int]] = []
@@ -63,16 +80,19 @@ class StepRecorder:
         output = scheduled.output
         first_new = len(self._trace.admissions)
         self._admit(scheduled)
-        self._changed = first_new < len(self._trace.admissions) or bool(output.kv_cache_block_copies)
+        admitted = first_new < len(self._trace.admissions)
+        self._changed = admitted or bool(output.kv_cache_block_copies)
         batch = self._worker.step(output) if self._worker else None
         names = batch.request_ids if batch else list(output.num_scheduled_tokens)
+        if admitted or names != self._rows.names:
+            self._rows = self._rows_of(names)
         tokens = np.array([output.num_scheduled_tokens[name] for name in names], np.int32)
         # The scheduler has already counted this step's tokens.
         counted = np.array([self._scheduler.requests[name].num_computed_tokens for name in names], np.int32)
         step = Step(
             index=scheduled.index,
-            request=np.array([self._request[name] for name in names], np.int32),
-            admission=np.array([self._admission[name] for name in names], np.int32),
+            request=self._rows.request,
+            admission=self._rows.admission,
             computed=counted - tokens,
             scheduled=tokens,
             prefill=np.zeros(len(names), bool),
@@ -88,8 +108,19 @@ class StepRecorder:
         if batch:
             self._from_worker(step, batch)
         elif names:
-            self._from_contract(step, names)
+            self._from_contract(step, self._rows)
         return step
+
+    def _rows_of(self, names: list[str]) -> _Rows:
+        numbers = [self._admission[name] for name in names]
+        lives = [self._trace.admissions[number] for number in numbers]
+        return _Rows(
+            names,
+            np.array([life.request for life in lives], np.int32),
+            np.array(numbers, np.int32),
+            np.array([life.tokens for life in lives], np.int32),
+            np.array([life.replay_start for life in lives], np.int32),
+        )
 
     def _admit(self, scheduled: Scheduled) -> None:
         """The lives that begin in this step, in the order in which the scheduler looked them up."""
@@ -168,22 +199,20 @@ class StepRecorder:
             queries, span = Queries(rows, batch.computed[rows]), (low[rows], high[rows])
             step.gathers.append(gathers("gather-length", "row", queries, span, stretches(low, high, tables), shadow))
 
-    def _from_contract(self, step: Step, names: list[str]) -> None:
+    def _from_contract(self, step: Step, lives: _Rows) -> None:
         """No kernel runs: what CONTRACT 14 and 17 say is written and read, through the manager's block tables."""
         window = self._trace.geometry.window
-        lives = [self._trace.admissions[number] for number in step.admission.tolist()]
-        starts = np.array([life.replay_start for life in lives], np.int32)
-        step.prefill = step.computed < np.array([life.tokens for life in lives], np.int32)
-        step.replay_start = starts * step.prefill
-        low, end = np.maximum(starts, step.computed - (window - 1)), step.computed + step.scheduled
+        step.prefill = step.computed < lives.known
+        step.replay_start = lives.start * step.prefill
+        low, end = np.maximum(lives.start, step.computed - (window - 1)), step.computed + step.scheduled
         lows, begins, ends = low.tolist(), step.computed.tolist(), end.tolist()
-        rows = np.arange(len(lives), dtype=np.int32)
+        rows = np.arange(len(lives.names), dtype=np.int32)
         row = np.repeat(rows, step.scheduled)
         position = _ranges(begins, ends)
-        start = starts[row]
-        maps = [self._maps(group, names, tables) for group, tables in enumerate(step.tables)]
+        start = lives.start[row]
+        maps = [self._maps(group, lives.names, tables) for group, tables in enumerate(step.tables)]
         slots = [stretch(group, begins, ends) for group in maps]
-        if any(life.replay_start for life in lives):
+        if step.replay_start.any():
             replayed = (start > 0) & (position < start + window)
             for group, spec in enumerate(self._trace.groups):
                 if spec.prefix_cacheable:

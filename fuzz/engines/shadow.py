@@ -97,7 +97,8 @@ class ShadowGroup:
         self._position[slot] = position
 
     def _holds(self, slot: IntArray) -> bool:
-        return bool(slot.min(initial=0) >= 0 and slot.max(initial=0) < len(self._writer))
+        # As unsigned numbers the negative ones are the largest: one look for both ends.
+        return int(slot.view(np.uint64).max(initial=0)) < len(self._writer)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy-on-write of a partly filled block."""
