@@ -48,9 +48,9 @@ def slot_map(table: IntArray, block_size: int) -> IntArray:
 
 
 def stretch(maps: Sequence[IntArray], begins: Sequence[int], ends: Sequence[int]) -> IntArray:
-    """int64: the slots of positions begin..end-1 in each slot map in turn; PAD_SLOT beyond a map's end."""
+    """int64: the slots of positions begin..end-1 in each slot map (at least one) in turn; PAD_SLOT beyond its end."""
     parts = [slots[begin:end] for slots, begin, end in zip(maps, begins, ends, strict=True)]
-    if any(map(lambda slots, end: end > len(slots), maps, ends)):
+    if any(end > len(slots) for slots, end in zip(maps, ends, strict=True)):
         wanted = [end - begin for begin, end in zip(begins, ends, strict=True)]
         parts = [
             np.pad(part, (0, length - len(part)), constant_values=PAD_SLOT)
