@@ -137,6 +137,12 @@ def open_engine() -> Callable[[str], Engine]:
 
 
 @pytest.fixture(scope="session")
+def engine(open_engine: Callable[[str], Engine]) -> Engine:
+    """The scheduler engine."""
+    return open_engine("scheduler")
+
+
+@pytest.fixture(scope="session")
 def fail_with() -> Callable[[run.Judged, Engine, Path | None], Never]:
     """Fails a test with a case that broke an invariant: saved, unless it is in the file ``path`` already."""
 

@@ -115,11 +115,6 @@ CANARIES: dict[str, Break] = {
 }
 
 
-@pytest.fixture(scope="module")
-def engine(open_engine: Callable[[str], Engine]) -> Engine:
-    return open_engine("scheduler")
-
-
 def test_every_invariant_has_a_canary() -> None:
     assert CANARIES.keys() == INVARIANTS.keys()
 

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 import numpy as np
 import pytest
@@ -17,11 +15,6 @@ from fuzz.strategies import cases
 from invariants.trace import Geometry, Trace
 
 GEOMETRY = Geometry(window=4, block_size=4, swa_block_size=2, num_blocks=40, max_num_batched_tokens=8, max_num_seqs=4)
-
-
-@pytest.fixture(scope="module")
-def engine(open_engine: Callable[[str], Engine]) -> Engine:
-    return open_engine("scheduler")
 
 
 def case(*requests: Request, events: tuple[Event, ...] = (), geometry: Geometry = GEOMETRY) -> Case:

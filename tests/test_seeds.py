@@ -10,8 +10,7 @@ import pytest
 
 from fuzz.case import Case, decode, encode
 from fuzz.edges import EDGES, edges
-from fuzz.engines import load
-from fuzz.engines.base import Engine, Unavailable
+from fuzz.engines.base import Engine
 
 SEEDS = sorted((Path(__file__).parent.parent / "corpora/scheduler/seeds").glob("*.json"))
 
@@ -89,15 +88,6 @@ def read(path: Path) -> Case:
 
 def slug(path: Path) -> str:
     return path.stem.rpartition("-")[0]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    """The scheduler engine; runs are brisk here, since what kernels do decides no edge and no hit."""
-    try:
-        return load("scheduler")
-    except Unavailable as reason:
-        pytest.skip(str(reason))
 
 
 @pytest.mark.parametrize("path", SEEDS, ids=slug)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from fuzz.case import Case, check, decode, encode
 from fuzz.edges import EDGES, edges
-from fuzz.engines import load
-from fuzz.engines.base import Engine, Unavailable
+from fuzz.engines.base import Engine
 from fuzz.strategies import PROFILES, SMALL_SIZES, Sizes, blocks_needed, cases, replay_start_can_be_null
 
 BEYOND_SMALL = {"replay-start-mid-block", "replay-start-retired", "replay-in-large-step"}
@@ -106,15 +105,6 @@ def test_shrinking_keeps_only_what_matters() -> None:
     assert len(case.requests) == 2
     assert [event.kind for event in case.events] == ["abort"]
     assert all(request.max_tokens == 1 for request in case.requests)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    """The scheduler engine; runs are brisk here, since what kernels do decides no edge."""
-    try:
-        return load("scheduler")
-    except Unavailable as reason:
-        pytest.skip(str(reason))
 
 
 @pytest.mark.slow_test
