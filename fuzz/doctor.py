@@ -73,7 +73,8 @@ def _prove(engine: Engine) -> dict[str, str]:
     except Refused as refused:
         raise CannotRun(f"vLLM refuses the simplest case: {refused}") from refused
     if judged.violations:
-        raise CannotRun(f"the simplest case breaks an invariant: {str(judged.violations[0]).splitlines()[-1]}")
+        what = "breaks an invariant" if judged.trace else "cannot be run"
+        raise CannotRun(f"the simplest case {what}: {str(judged.violations[0]).splitlines()[-1]}")
     return engine.versions()
 
 

@@ -49,7 +49,7 @@ class Explorer:
     strategy: SearchStrategy[Case]
     seed: int
     cases: int | None = None
-    """Cases to run; None: as many as there is time for."""
+    """Cases to run, or to have refused; None: as many as there is time for."""
     deadline: float | None = None
     """Of ``time.monotonic``."""
     progress: Callable[[Tally], None] = lambda _: None
@@ -83,7 +83,8 @@ class Explorer:
             self._keep_set_aside()
 
     def _spent(self) -> bool:
-        enough = self.cases is not None and self.tally.cases >= self.cases
+        tried = self.tally.cases + sum(self.tally.refused.values())
+        enough = self.cases is not None and tried >= self.cases
         return enough or (self.deadline is not None and time.monotonic() >= self.deadline)
 
     def _round(self, number: int) -> bool:
@@ -193,7 +194,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``replaycheck run``."""
     options.add_engine(parser)
     options.add_profile(parser, default="small")
-    parser.add_argument("--cases", type=options.positive(int), metavar="N", help="stop after N cases")
+    parser.add_argument(
+        "--cases", type=options.positive(int), metavar="N", help="stop after N cases, the seeds of the corpus included"
+    )
     parser.add_argument(
         "--time",
         type=options.positive(float),
@@ -226,6 +229,9 @@ def command(args: argparse.Namespace) -> int:
     options.write_json(args.json, report.run_json(run))
     if any(finding.is_violation for finding in tally.findings):
         return 1
+    if not tally.cases and not interrupted:
+        report.warn(f"no case was judged: {sum(tally.refused.values())} were refused; more --time is needed otherwise")
+        return 2
     return 2 if interrupted or tally.findings else 0
 
 

@@ -171,7 +171,7 @@ def _rows(run: Run) -> Iterable[tuple[str, str]]:
     yield "cases", f"{tally.cases} in {tally.seconds:.1f} s"
     yield "requests", str(tally.requests)
     yield "steps", str(tally.steps)
-    yield "gathers checked", str(tally.gathers)
+    yield "gathers checked", f"{tally.gathers}, {tally.gathers_by_kernels} of them made by vLLM's kernels"
     yield "kernels", ", ".join(f"{mode}: {count} cases" for mode, count in tally.kernels.items()) or "none ran"
     if fallbacks:
         yield "  interpreted", ", ".join(f"{kernel}: {count} launches" for kernel, count in fallbacks.items())
@@ -214,6 +214,7 @@ def run_json(run: Run) -> dict[str, Any]:
         "requests": tally.requests,
         "steps": tally.steps,
         "gathers": tally.gathers,
+        "gathers_by_kernels": tally.gathers_by_kernels,
         "seconds": round(tally.seconds, 3),
         "violations": [entry for entry, violation in zip(told, broken, strict=True) if violation],
         "known": [{"id": name, "case": _known_case(run.engine, name), "count": n} for name, n in tally.known.items()],

@@ -89,6 +89,8 @@ class Tally:
     requests: int = 0
     steps: int = 0
     gathers: int = 0
+    gathers_by_kernels: int = 0
+    """Those of them that vLLM's kernels made; the others were looked up in its block tables (``Trace.kernels``)."""
     """Runs of consecutive positions that a consumer read for a query or a row (``Gathers``), all of them judged."""
     kernels: Counter[str] = field(default_factory=Counter)
     """Cases by what executed the kernels (``Trace.kernels``)."""
@@ -110,7 +112,9 @@ class Tally:
         if judged.trace is None:
             return
         self.steps += len(judged.trace.steps)
-        self.gathers += sum(len(gathers.row) for step in judged.trace.steps for gathers in step.gathers)
+        gathers = sum(len(gathers.row) for step in judged.trace.steps for gathers in step.gathers)
+        self.gathers += gathers
+        self.gathers_by_kernels += gathers if judged.trace.kernels != "none" else 0
         self.kernels[judged.trace.kernels] += 1
         self.edges |= judged.edges
 

@@ -222,6 +222,8 @@ def _print(
     for row in rows:
         numbers = (len(row.hits), sum(row.hits), row.expected, row.measurement.published[row.arm])
         shown.add_row(row.arm, row.measurement.name, *(f"{number:,}" for number in numbers), _verdict(row))
+    for column in shown.columns:
+        column.overflow = "fold"
     report.console().print(shown)
     print(f"{tally.cases} cases, {tally.requests} requests, {tally.gathers} gathers judged in {tally.seconds:.1f} s")
     print(", ".join(f"{name} {version}" for name, version in versions.items()))

@@ -124,8 +124,10 @@ class TestRun:
         assert capsys.readouterr().out.splitlines()[-1] == f"replaycheck replay {error['case']}"
 
     def test_refused_cases_are_skipped_with_the_reason(self, capsys: pytest.CaptureFixture[str]):
-        code, result = run_json("run", "--engine", "picky", "--time", "0.5")
-        assert code == 0
+        code, result = run_json("run", "--engine", "picky", "--cases", "40")
+        assert code == 2, "nothing was judged, so nothing is clean"
+        assert result["cases"] == 0
+        assert sum(result["skipped"].values()) == 40
         assert list(result["skipped"]) == ["a pool of N blocks is not to my taste"]
         assert "a pool of N blocks is not to my taste" in capsys.readouterr().out
 

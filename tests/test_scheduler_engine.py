@@ -111,6 +111,22 @@ def test_an_exception_out_of_vllm_is_a_fault(engine: Engine, monkeypatch: pytest
     assert "vllm/v1/core/" in trace.faults[0].message
 
 
+def test_a_worker_that_batches_something_else_is_a_fault(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    prepare = GPUModelRunner.prepare_inputs
+
+    def swap_rows(*args: object) -> object:
+        batch = prepare(*args)
+        batch.req_ids = batch.req_ids[::-1]
+        return batch
+
+    monkeypatch.setattr(GPUModelRunner, "prepare_inputs", swap_rows)
+    requests = (Request(id=name, arrive=0, prompt=(("s", 0, length),)) for name, length in (("a", 2), ("b", 5)))
+    (fault,) = engine.run(case(*requests)).faults
+    assert fault.message == "the worker batches {'b': 2, 'a': 5}, the scheduler scheduled {'a': 2, 'b': 5}"
+
+
 def cells(trace: Trace) -> list[tuple[list[int], ...]]:
     """What is read and written, step by step, in an order that does not depend on the batch's."""
     seen = []

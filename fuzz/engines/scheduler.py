@@ -23,7 +23,7 @@ from fuzz.engines import config as vllm_setup
 from fuzz.engines.base import Refused, Unavailable
 from fuzz.engines.drive import Driver, Hung
 from fuzz.engines.record import StepRecorder
-from fuzz.engines.worker import Worker
+from fuzz.engines.worker import Disagreement, Worker, require
 from invariants.trace import Fault, Final, Trace, TracedRequest
 
 KERNEL_MODE: Literal["compiled", "interpreter"] = "compiled"
@@ -44,6 +44,10 @@ class SchedulerEngine:
             import vllm
         except ImportError as error:
             raise Unavailable(f"vLLM cannot be imported: {error}") from error
+        try:
+            require()
+        except ImportError as error:
+            raise Unavailable(f"vLLM {vllm.__version__} has no DeepSeek-V4.1 on model runner V2: {error}") from error
         self._vllm_version = str(vllm.__version__)
         self._mode: str = mode
 
@@ -105,6 +109,8 @@ def _follow(driver: Driver, recorder: StepRecorder, trace: Trace) -> None:
         trace.final = _final(driver.scheduler.kv_cache_manager.block_pool)
     except Hung as hang:
         trace.faults.append(Fault("hang", driver.step, str(hang)))
+    except Disagreement as disagreement:
+        trace.faults.append(Fault("exception", driver.step, str(disagreement), "the worker's batch"))
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         package, _, place = frame.filename.rpartition("site-packages/")

@@ -46,16 +46,27 @@ class Batch:
     """int32 [prefill rows], rows gathered for each prefill request; the last ``len(gather_lens)`` rows of the batch."""
 
 
+class Disagreement(Exception):
+    """The worker's batch is not what the scheduler scheduled; the message says how."""
+
+
+def require() -> None:
+    """Import all of vLLM that a worker is made of. Raises ``ImportError`` if this vLLM does not have it."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        # vLLM's own stand-ins for pinned memory and streams; its CPU worker imports them first, too.
+        import vllm.v1.worker.cpu.shm  # noqa: F401
+    from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState  # noqa: F401
+    from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadataBuilder  # noqa: F401
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # noqa: F401
+
+
 class Worker:
-    """Model runner V2 for one case."""
+    """Model runner V2 for one case. ``require`` comes first."""
 
     def __init__(self, config: Any, layout: Any) -> None:
         import torch
-
-        device = torch.device(config.device_config.device_type)
-        if device.type == "cpu":
-            # vLLM's own stand-ins for pinned memory and streams; its CPU worker imports them first, too.
-            import vllm.v1.worker.cpu.shm  # noqa: F401
         from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
         from vllm.v1.worker.gpu.block_table import BlockTables
         from vllm.v1.worker.gpu.input_batch import InputBuffers
@@ -63,6 +74,7 @@ class Worker:
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner
         from vllm.v1.worker.gpu.states import RequestState
 
+        device = torch.device(config.device_config.device_type)
         scheduler = config.scheduler_config
         sizes = {"max_num_reqs": scheduler.max_num_seqs}
         tokens = scheduler.max_num_batched_tokens
@@ -128,6 +140,9 @@ class Worker:
             batch, CUDAGraphMode.NONE, tables, slots, self._attn_groups, self._layout
         )["window"]
         seen = _copy(batch, slots, metadata)
+        batched = dict(zip(seen.request_ids, seen.scheduled.tolist(), strict=True))
+        if batched != output.num_scheduled_tokens:
+            raise Disagreement(f"the worker batches {batched}, the scheduler scheduled {output.num_scheduled_tokens}")
         runner.postprocess_num_computed_tokens(batch)
         return seen
 
