@@ -39,7 +39,8 @@ _HF_CONFIG = {
 
 
 @cache
-def _vllm_config() -> Any:
+def base_config() -> Any:
+    """The process's VllmConfig, before any case. Raises ``ImportError`` or ``Unavailable`` if vLLM lacks something."""
     from vllm.engine.arg_utils import EngineArgs
 
     with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +69,7 @@ def _vllm_config() -> Any:
 
 def vllm_config(case: Case) -> Any:
     """The process's VllmConfig, set to the sizes of the case. Raises ``Refused`` where vLLM would not start so."""
-    config = _vllm_config()
+    config = base_config()
     geometry = case.geometry
     scheduler = config.scheduler_config
     scheduler.max_num_batched_tokens = geometry.max_num_batched_tokens

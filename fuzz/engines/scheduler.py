@@ -45,6 +45,7 @@ class SchedulerEngine:
         except ImportError as error:
             raise Unavailable(f"vLLM cannot be imported: {error}") from error
         try:
+            vllm_setup.base_config()
             require()
         except ImportError as error:
             raise Unavailable(f"vLLM {vllm.__version__} has no DeepSeek-V4.1 on model runner V2: {error}") from error

@@ -52,7 +52,6 @@ class Disagreement(Exception):
 
 def require() -> None:
     """Import all of vLLM that a worker is made of. Raises ``ImportError`` if this vLLM does not have it."""
-    import vllm.engine.arg_utils  # noqa: F401  (first: it sets up vLLM's logging)
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
