@@ -22,6 +22,7 @@ from fuzz.engines.shadow import (
     Tables,
     gathers,
     gathers_from_indices,
+    join,
     slot_map,
     stretch,
     stretches,
@@ -240,4 +241,4 @@ class StepRecorder:
 
 
 def _ranges(begins: list[int], ends: list[int]) -> IntArray:
-    return np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
+    return join([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])

@@ -56,7 +56,12 @@ def stretch(maps: Sequence[IntArray], begins: Sequence[int], ends: Sequence[int]
             np.pad(part, (0, length - len(part)), constant_values=PAD_SLOT)
             for part, length in zip(parts, wanted, strict=True)
         ]
-    return np.concatenate(parts)
+    return join(parts)
+
+
+def join(parts: list[IntArray]) -> IntArray:
+    """The parts (at least one) end to end. Most steps have one row, and then there is nothing to copy."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class ShadowGroup:
