@@ -16,10 +16,10 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 from numpy.typing import NDArray
 
-from invariants.trace import Geometry
+from invariants.trace import Geometry, Probe
 
 SCHEMA: Final = 1
 FIRST_TOKEN, TOKENS = 3, 1000
@@ -47,6 +47,8 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Step before which the request is handed to the engine."""
     prompt: Annotated[tuple[Slice, ...], Meta(min_length=1, max_length=64)]
     max_tokens: Annotated[int, Meta(ge=1, le=4096)] = 1
+    prompt_logprobs: Literal[True] | UnsetType = UNSET
+    """Ask for the logprobs of the prompt as well; only engines with a model look at it."""
 
     def tokens(self) -> Tokens:
         """int32 [prompt length], token ids."""
@@ -100,6 +102,8 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     geometry: Geometry
     requests: Annotated[tuple[Request, ...], Meta(min_length=1, max_length=256)]
     events: Annotated[tuple[Event, ...], Meta(max_length=256)] = ()
+    probe: Probe | UnsetType = UNSET
+    """The model, for engines with one; unset: the default ``Probe``."""
     provenance: Provenance = Provenance()
 
     @property
@@ -142,6 +146,7 @@ def encode(case: Case) -> bytes:
     fields = {
         "events": lines(case.events),
         "geometry": _line(case.geometry),
+        **({} if case.probe is UNSET else {"probe": _line(case.probe)}),
         "provenance": _line(case.provenance),
         "requests": lines(case.requests),
         "schema": _line(case.schema),
@@ -174,6 +179,7 @@ def _in_our_words(message: str) -> str:
 def check(case: Case) -> None:
     """Raise ``CaseError`` where a well-formed case means nothing."""
     geometry = case.geometry
+    _check_probe(case)
     for field, low, high in (
         ("window", 1, 1 << 16),
         ("block_size", 1, 1 << 16),
@@ -203,3 +209,12 @@ def check(case: Case) -> None:
             raise CaseError(f"no request is called '{event.request}' - at `$.events[{index}].request`")
         if event.request is None and event.kind in ("preempt", "abort", "async_kv_load"):
             raise CaseError(f"'{event.kind}' needs a request - at `$.events[{index}].request`")
+
+
+def _check_probe(case: Case) -> None:
+    if case.probe is UNSET:
+        return
+    for field, low, high in (("layers", 1, 64), ("compress_ratio", 1, 2), ("seed", 0, (1 << 32) - 1)):
+        value = getattr(case.probe, field)
+        if not low <= value <= high:
+            raise CaseError(f"{value} is not in {low}..{high} - at `$.probe.{field}`")

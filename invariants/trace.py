@@ -47,6 +47,55 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Bounded replay asked for (vLLM's ``--swa-bounded-replay``)."""
 
 
+class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The model that an engine with a model runs; ``invariants/dense.py`` says what it computes."""
+
+    kind: Literal["exact", "deep"] = "exact"
+    """exact: window keys come from token embeddings, so a replay rebuilds them bit for bit. deep: from hidden states,
+    as in the real model, so that layers above the first see another window after a hit than in a cold run."""
+    layers: int = 2
+    """Each has a window cache and a compressed cache."""
+    compress_ratio: int = 1
+    """Tokens that share one state of the compressed (prefix-cacheable) cache; DeepSeek-V4.1 has 1 and 2."""
+    seed: int = 0
+    """Of the weights."""
+
+
+@dataclass(slots=True)
+class Outputs:
+    """What an engine with a model gave back for a request, as vLLM's own sampler returned it."""
+
+    tokens: IntArray
+    """int32 [outputs], sampled greedily."""
+    ids: IntArray
+    """int32 [outputs, 1 + k]: the sampled token, then the k most likely ones."""
+    logprobs: NDArray[np.float32]
+    """float32 [outputs, 1 + k], of ``ids``."""
+    prompt_ids: IntArray | None = None
+    """int32 [prompt - 1, 1 + k]: row i is about position i + 1, its own token first; None if not asked for."""
+    prompt_logprobs: NDArray[np.float32] | None = None
+    """float32 like ``prompt_ids``."""
+    hit: int = 0
+    """Prefix-cache hit of the request's first admission, in tokens; for arms of which no more is kept."""
+
+
+@dataclass(slots=True)
+class CachedBytes:
+    """Blocks in the prefix cache, each from when it got there until it left or the run ended: one entry a stay."""
+
+    group: int
+    block: IntArray
+    """int32 [stays]"""
+    since: IntArray
+    """int32 [stays], step after which it was first seen in the cache."""
+    until: IntArray
+    """int32 [stays], last step after which it was looked at; the one that changed its bytes, if any did."""
+    before: NDArray[np.uint64]
+    """uint64 [stays], digest of its bytes, all layers of the group, at ``since``."""
+    after: NDArray[np.uint64]
+    """uint64 [stays], the same at ``until``."""
+
+
 @dataclass(slots=True)
 class TracedRequest:
     """A request as the engine ran it."""
@@ -61,6 +110,8 @@ class TracedRequest:
     """Sampled token ids, in order."""
     finished: Literal["length", "abort", "refused"] | None = None
     """How it ended; None: it never did."""
+    outputs: Outputs | None = None
+    """None where no model runs."""
 
 
 @dataclass(slots=True)
@@ -218,6 +269,15 @@ class Trace:
     metrics: dict[str, int] = field(default_factory=dict)
     """"prefix_cache_queries" and "prefix_cache_hits" in tokens, first admissions only; "preempted_hits" in tokens for
     those after a preemption. A metric that the engine does not have is absent."""
+    probe: Probe | None = None
+    """None where no model runs."""
+    arms: dict[str, list[Outputs | None]] = field(default_factory=dict)
+    """The same requests run again, one entry each (None: not comparable); an arm that was not run is absent.
+    "no-cache": prefix caching off, no events. "twice": exactly the same again. "poison": the same, with everything that
+    the batch of a step may not read overwritten before the step. "alone": each request by itself, after one that
+    caches just the prefix it had hit."""
+    cached: list[CachedBytes] = field(default_factory=list)
+    """One for each prefix-cacheable group, where there are bytes."""
     versions: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
