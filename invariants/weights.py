@@ -68,7 +68,7 @@ def weights(probe: Probe) -> dict[str, Float32]:
 def position_codes(length: int) -> Float32:
     """float32 [length, WIDTH]: sines of the position at WIDTH frequencies from 1 down to about 1/1000."""
     rates = np.exp(-np.arange(WIDTH) * (7.0 / WIDTH))
-    codes = np.sin(np.arange(length)[:, None] * rates + np.arange(WIDTH)).astype(np.float32)
+    codes: Float32 = np.sin(np.arange(length)[:, None] * rates + np.arange(WIDTH)).astype(np.float32)
     codes.setflags(write=False)
     return codes
 
@@ -76,11 +76,8 @@ def position_codes(length: int) -> Float32:
 def _uniform(seed: int, tensor: int, count: int) -> NDArray[np.float64]:
     """float64 [count] in [-1, 1), multiples of 2**-23: they are float32 numbers."""
     with np.errstate(over="ignore"):
-        x = (
-            np.arange(count, dtype=np.uint64)
-            + (np.uint64(seed) << np.uint64(32))
-            + (np.uint64(tensor) << np.uint64(20))
-        )
+        first = (np.uint64(seed) << np.uint64(32)) + (np.uint64(tensor) << np.uint64(20))
+        x = np.arange(count, dtype=np.uint64) + first
         x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
