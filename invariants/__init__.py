@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
+from invariants.bytes import cached_bytes
 from invariants.faults import no_fault
 from invariants.gather import gather_floor, gather_live, gather_window
 from invariants.gating import gating
 from invariants.hits import hit_count
+from invariants.outputs import mix_blind, output_match, poison_blind
 from invariants.progress import progress
 from invariants.trace import Trace, Violation
 from invariants.view import EXAMPLES, View
@@ -29,6 +31,10 @@ INVARIANTS: dict[str, Callable[[View], Iterable[Violation]]] = {
     "progress": progress,
     "no-fault": no_fault,
     "gating": gating,
+    "cached-bytes": cached_bytes,
+    "output-match": output_match,
+    "poison-blind": poison_blind,
+    "mix-blind": mix_blind,
 }
 
 

@@ -14,8 +14,9 @@ from dataclasses import fields, replace
 
 import numpy as np
 import traces
+from plain_model import with_model
 
-from invariants.trace import Fault, Trace
+from invariants.trace import Fault, Outputs, Trace
 
 PAGED, LENGTH = 0, 1  # Step.gathers
 CACHEABLE, WINDOW = 0, 1  # Step.writes, Step.tables, Trace.groups
@@ -274,6 +275,49 @@ OTHER_BREAKS: dict[str, tuple[str, str, Break]] = {
     "vLLM raises": ("no-fault", "exception", lambda t: t.faults.append(Fault("exception", 3, "AssertionError"))),
 }  # fmt: skip
 
+
+def outputs_of(trace: Trace, arm: str | None = None, request: int = 1) -> Outputs:
+    """Of the query, with a model under the trace; of the main run or of an arm."""
+    with_model(trace)
+    outputs = trace.requests[request].outputs if arm is None else trace.arms[arm][request]
+    assert outputs is not None
+    return outputs
+
+
+def flip(values: np.ndarray, *index: int) -> None:
+    """Flip the last bit of a float32."""
+    values.view(np.uint32)[index] ^= 1
+
+
+OUTPUT_BREAKS: dict[str, tuple[str, str, Break]] = {
+    "bytes of a cached block change": (
+        "cached-bytes", "group 0", lambda t: put(with_model(t).cached[0].after, 1, 13),
+    ),
+    "a logprob is not that without cache": (
+        "output-match", "no-cache", lambda t: flip(outputs_of(t, "no-cache").logprobs, 1, 2),
+    ),
+    "a prompt logprob is not that without cache": (
+        "output-match", "no-cache", lambda t: flip(outputs_of(t, "no-cache", 0).prompt_logprobs, 3, 0),
+    ),
+    "a token is not that without cache": (
+        "output-match", "no-cache", lambda t: put(outputs_of(t, "no-cache").tokens, 1, 0),
+    ),
+    "a logprob is not the oracle's": (
+        "output-match", "dense", lambda t: outputs_of(t).logprobs.__isub__(0.01),
+    ),
+    "a prompt logprob is not the oracle's": (
+        "output-match", "dense", lambda t: outputs_of(t, request=0).prompt_logprobs.__isub__(0.01),
+    ),
+    "another token than the oracle's is sampled": (
+        "output-match", "dense", lambda t: put(outputs_of(t).tokens, 1, 77),
+    ),
+    "a second run gives other bits": (
+        "poison-blind", "twice", lambda t: flip(outputs_of(t, "twice").logprobs, 0, 0),
+    ),
+    "what may not be read is": ("poison-blind", "poison", lambda t: flip(outputs_of(t, "poison").logprobs, 1, 1)),
+    "others in the batch matter": ("mix-blind", "alone", lambda t: flip(outputs_of(t, "alone").logprobs, 0, 1)),
+}  # fmt: skip
+
 ALL_BREAKS = {
     f"{where}: {name}": one
     for where, family in (
@@ -282,6 +326,7 @@ ALL_BREAKS = {
         ("hit", HIT_BREAKS),
         ("progress", PROGRESS_BREAKS),
         ("other", OTHER_BREAKS),
+        ("output", OUTPUT_BREAKS),
     )
     for name, one in family.items()
 }
