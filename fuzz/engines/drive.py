@@ -2,21 +2,21 @@
 # SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
 """Drives vLLM's Scheduler through a case: requests as they arrive, events, a step, a token for whoever is due one.
 
-There is no model: the next token is a fixed function of all tokens so far, so that equal prompts get equal outputs, as
-greedy decoding gives. Nothing is recorded here; ``record.py`` looks on.
+``Driver`` alone has no model: the next token is a fixed function of all tokens so far, so that equal prompts get equal
+outputs, as greedy decoding gives. ``core.py`` has one with a model. Nothing is recorded here; ``record.py`` looks on.
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from fuzz.case import FIRST_TOKEN, TOKENS, Case, Event
+from fuzz.case import FIRST_TOKEN, TOKENS, Case, Event, Request
 
 IDLE_STEPS = 8
 """Consecutive steps in which nothing is scheduled although requests wait: a hang."""
@@ -49,15 +49,15 @@ class Driver:
         self.metrics = {"prefix_cache_queries": 0, "prefix_cache_hits": 0, "preempted_hits": 0}
         self.step = 0
         self.prompts = [request.tokens() for request in case.requests]
-        self._case = case
+        self.case = case
         self._hasher = hasher
         self._index = {request.id: index for index, request in enumerate(case.requests)}
         self._live: dict[str, Any] = {}
         self._seen = [zlib.crc32(prompt.tobytes()) for prompt in self.prompts]
 
-    def run(self) -> Iterator[Scheduled]:
-        """The steps, to the end of the case. Raises ``Hung``, and whatever vLLM raises."""
-        arrivals = sorted(self._case.requests, key=lambda request: request.arrive)[::-1]
+    def run(self, look: Callable[[Scheduled], None]) -> None:
+        """To the end of the case; ``look`` sees each step before its output. Raises ``Hung``, and what vLLM raises."""
+        arrivals = sorted(self.case.requests, key=lambda request: request.arrive)[::-1]
         idle = 0
         while arrivals or self._live:
             if not self._live:
@@ -66,31 +66,39 @@ class Driver:
                 self._add(arrivals.pop().id)
             scheduled = Scheduled(self.step, None, [])
             self._apply_events(scheduled)
-            scheduled.output = self.scheduler.schedule()
-            yield scheduled
-            self._sample(scheduled)
+            self.advance(scheduled, look)
             idle = 0 if scheduled.output.total_num_scheduled_tokens or arrivals else idle + 1
             if idle == IDLE_STEPS:
                 raise Hung(f"nothing was scheduled in {idle} steps while {', '.join(self._live)} waited")
             self.step += 1
 
     def _add(self, name: str) -> None:
-        from vllm import SamplingParams
         from vllm.v1.request import Request
 
         index = self._index[name]
-        max_tokens = self._case.requests[index].max_tokens
         self._live[name] = Request(
             request_id=name,
             prompt_token_ids=self.prompts[index].tolist(),
-            sampling_params=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+            sampling_params=self.sampling(self.case.requests[index]),
             pooling_params=None,
             block_hasher=self._hasher,
         )
         self.scheduler.add_request(self._live[name])
 
+    def sampling(self, request: Request) -> Any:
+        """vLLM's SamplingParams for a request."""
+        from vllm import SamplingParams
+
+        return SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
+
+    def advance(self, scheduled: Scheduled, look: Callable[[Scheduled], None]) -> None:
+        """One step: schedule, look, give vLLM the output."""
+        scheduled.output = self.scheduler.schedule()
+        look(scheduled)
+        self._sample(scheduled)
+
     def _apply_events(self, scheduled: Scheduled) -> None:
-        for event in self._case.events:
+        for event in self.case.events:
             if event.step == scheduled.index and self._apply(event):
                 scheduled.events.append(event.kind)
                 if event.kind == "abort" and event.request is not None:
@@ -140,7 +148,11 @@ class Driver:
                 pooler_output=[],
             ),
         )
-        self._count(result)
+        self.count(result)
+        self.end_finished(names, scheduled)
+
+    def end_finished(self, names: list[str], scheduled: Scheduled) -> None:
+        """Note which of them vLLM has dropped with this step's output."""
         for name in names:
             if name not in self.scheduler.requests:
                 self._end(name, "length", scheduled)
@@ -157,7 +169,8 @@ class Driver:
         scheduled.finished.append(self._index[name])
         del self._live[name]
 
-    def _count(self, outputs: dict[int, Any]) -> None:
+    def count(self, outputs: dict[int, Any]) -> None:
+        """Add up vLLM's metrics; ``outputs``: EngineCoreOutputs by client."""
         for output in outputs.values():
             stats = output.scheduler_stats and output.scheduler_stats.prefix_cache_stats
             if stats:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,8 +27,16 @@ from fuzz.engines.shadow import (
     stretch,
     stretches,
 )
-from fuzz.engines.worker import Batch, Worker
+from fuzz.probe.batch import Batch
 from invariants.trace import PAD_SLOT, Admission, IntArray, Step, Trace, Writes
+
+
+class Batches(Protocol):
+    """Who knows what the worker made of a scheduler output."""
+
+    def step(self, output: Any) -> Batch | None:
+        """The batch of a SchedulerOutput; None if it schedules nothing."""
+        ...
 
 
 @dataclass(slots=True)
@@ -49,7 +57,7 @@ class _Rows:
 class StepRecorder:
     """Follows one case. ``worker`` None: no kernel runs, see ``Trace.kernels``."""
 
-    def __init__(self, trace: Trace, scheduler: Any, worker: Worker | None) -> None:
+    def __init__(self, trace: Trace, scheduler: Any, worker: Batches | None) -> None:
         self._trace = trace
         self._scheduler = scheduler
         self._worker = worker

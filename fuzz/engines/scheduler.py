@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import os
 import time
-import traceback
 from typing import Any, Literal
-
-import numpy as np
 
 from fuzz import triton_cpu
 from fuzz.case import Case
 from fuzz.engines import config as vllm_setup
 from fuzz.engines.base import Refused, Unavailable
-from fuzz.engines.drive import Driver, Hung
+from fuzz.engines.drive import Driver
+from fuzz.engines.follow import follow, traced_requests
 from fuzz.engines.record import StepRecorder
-from fuzz.engines.worker import Disagreement, Worker, require
-from invariants.trace import Fault, Final, Trace, TracedRequest
+from fuzz.engines.worker import Worker, require
+from invariants.trace import Trace
 
 KERNEL_MODE: Literal["compiled", "interpreter"] = "compiled"
 """What runs vLLM's Triton kernels where there is no GPU."""
@@ -71,10 +69,7 @@ class SchedulerEngine:
         trace = Trace(
             engine=self.name,
             geometry=case.geometry,
-            requests=[
-                TracedRequest(id=request.id, arrive=request.arrive, prompt=prompt, max_tokens=request.max_tokens)
-                for request, prompt in zip(case.requests, driver.prompts, strict=True)
-            ],
+            requests=traced_requests(case),
             groups=vllm_setup.describe_groups(layout),
             replay_expected=case.geometry.replay,
             kernels="none" if brisk else self._mode,
@@ -82,16 +77,13 @@ class SchedulerEngine:
             versions=self.versions(),
         )
         worker = None if brisk else Worker(vllm_setup.vllm_config(case), layout)
-        _follow(driver, StepRecorder(trace, driver.scheduler, worker), trace)
-        for request, output, end in zip(trace.requests, driver.outputs, driver.ends, strict=True):
-            request.output, request.finished = output, end
+        follow(driver, StepRecorder(trace, driver.scheduler, worker), trace)
         trace.seconds = time.perf_counter() - started
         return trace
 
     def run_bare(self, case: Case) -> None:
         """The same requests, events and tokens on vLLM's Scheduler with nobody looking on: the yardstick of speed."""
-        for _ in self._driver(case)[0].run():
-            pass
+        self._driver(case)[0].run(lambda _: None)
 
     def _driver(self, case: Case) -> tuple[Driver, Any]:
         if any(event.kind == "async_kv_load" for event in case.events):
@@ -100,31 +92,3 @@ class SchedulerEngine:
         layout = vllm_setup.kv_cache_config(config, case.geometry)
         vllm_setup.check_pool(config, layout, case)
         return Driver(case, *vllm_setup.make_scheduler(config, layout)), layout
-
-
-def _follow(driver: Driver, recorder: StepRecorder, trace: Trace) -> None:
-    """Run to the end; what vLLM raises on the way ends the trace with a fault, what we raise is our bug."""
-    try:
-        for scheduled in driver.run():
-            trace.steps.append(recorder.record(scheduled))
-        trace.final = _final(driver.scheduler.kv_cache_manager.block_pool)
-    except Hung as hang:
-        trace.faults.append(Fault("hang", driver.step, str(hang)))
-    except Disagreement as disagreement:
-        trace.faults.append(Fault("exception", driver.step, str(disagreement), "the worker's batch"))
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        package, _, place = frame.filename.rpartition("site-packages/")
-        if not package:
-            raise
-        text = f"{type(error).__name__}: {error or 'no message'} ({place}:{frame.lineno} in {frame.name})"
-        trace.faults.append(Fault("exception", driver.step, text, f"{place}, {frame.name}"))
-
-
-def _final(pool: Any) -> Final:
-    referenced = [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null]
-    return Final(
-        free_blocks=pool.get_num_free_blocks(),
-        total_blocks=len(pool.blocks) - 1,
-        referenced=np.array(referenced, np.int32),
-    )

@@ -10,40 +10,10 @@ Relied upon: on one GPU, without LoRA, pooling, pipeline or context parallelism,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
-from invariants.trace import BoolArray, IntArray
-
-
-@dataclass(slots=True)
-class Batch:
-    """What the worker made of one scheduler output. Rows are in the worker's order; arrays are copies."""
-
-    request_ids: list[str]
-    computed: IntArray
-    """int32 [rows], tokens computed before the step, as the device's request state has them."""
-    scheduled: IntArray
-    """int32 [rows]"""
-    prefill: BoolArray
-    """bool [rows]"""
-    replay_start: IntArray
-    """int32 [rows], what the metadata carries."""
-    positions: IntArray
-    """int64 [tokens]"""
-    slots: list[IntArray]
-    """[group] int64 [tokens], slot mapping after replay padding."""
-    window_table: IntArray
-    """int32 [rows, columns], the window group's block table as the metadata carries it."""
-    swa_indices: IntArray
-    """int32 [tokens, W], paged window indices: decode rows, then prefill rows. -1 fills a row past its length."""
-    swa_lens: IntArray
-    """int32 [tokens]"""
-    gather_lens: IntArray
-    """int32 [prefill rows], rows gathered for each prefill request; the last ``len(gather_lens)`` rows of the batch."""
+from fuzz.probe.batch import Batch, copy_batch
 
 
 class Disagreement(Exception):
@@ -58,7 +28,7 @@ def require() -> None:
         # vLLM's own stand-ins for pinned memory and streams; its CPU worker imports them first, too.
         import vllm.v1.worker.cpu.shm  # noqa: F401
     from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState  # noqa: F401
-    from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadataBuilder  # noqa: F401
+    from vllm.models.deepseek_v41.sparse_mla import DeepseekV41SparseSWAMetadataBuilder  # noqa: F401
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # noqa: F401
 
 
@@ -139,41 +109,12 @@ class Worker:
         metadata = runner.model_state.prepare_attn(
             batch, CUDAGraphMode.NONE, tables, slots, self._attn_groups, self._layout
         )["window"]
-        seen = _copy(batch, slots, metadata)
+        seen = copy_batch(batch, slots, metadata)
         batched = dict(zip(seen.request_ids, seen.scheduled.tolist(), strict=True))
         if batched != output.num_scheduled_tokens:
             raise Disagreement(f"the worker batches {batched}, the scheduler scheduled {output.num_scheduled_tokens}")
         runner.postprocess_num_computed_tokens(batch)
         return seen
-
-
-def _copy(batch: Any, slots: Any, metadata: Any) -> Batch:
-    """The builders reuse their buffers from step to step, so everything kept is copied."""
-    indices = [_array(metadata.decode_swa_indices)[:, 0]]
-    lens = [_array(metadata.decode_swa_lens)]
-    if metadata.num_prefill_tokens:
-        indices.append(_array(metadata.prefill_swa_indices)[:, 0])
-        lens.append(_array(metadata.prefill_swa_lens))
-    gather_lens = metadata.prefill_gather_lens
-    rows, tokens = batch.num_reqs, batch.num_tokens
-    scheduled = batch.num_scheduled_tokens.astype(np.int32)
-    return Batch(
-        request_ids=list(batch.req_ids),
-        computed=_array(batch.seq_lens)[:rows] - scheduled,
-        scheduled=scheduled,
-        prefill=batch.is_prefilling_np.copy(),
-        replay_start=_array(metadata.replay_start)[:rows],
-        positions=_array(batch.positions)[:tokens],
-        slots=list(_array(slots)[:, :tokens]),
-        window_table=_array(metadata.block_table)[:rows],
-        swa_indices=np.concatenate(indices),
-        swa_lens=np.concatenate(lens),
-        gather_lens=np.zeros(0, np.int32) if gather_lens is None else _array(gather_lens),
-    )
-
-
-def _array(tensor: Any) -> Any:
-    return tensor.cpu().numpy().copy()
 
 
 def _block_table_sizes(config: Any, layout: Any) -> dict[str, Any]:
@@ -204,16 +145,10 @@ def _block_table_sizes(config: Any, layout: Any) -> dict[str, Any]:
 
 def _attention_groups(config: Any, layout: Any, device: Any) -> list[list[Any]]:
     """The window group with vLLM's shared builder; the cacheable group needs none to be followed."""
-    from collections import defaultdict
-
-    from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWABackend, DeepseekSparseSWAMetadataBuilder
+    from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWABackend
     from vllm.v1.worker.utils import AttentionGroup
 
-    class Builder(DeepseekSparseSWAMetadataBuilder):  # type: ignore[misc]
-        """Plans no FlashMLA tiles: that is a CUDA extension, and reads nothing that is judged here."""
-
-        def build_tile_scheduler(self, num_decode_tokens: int) -> Any:  # noqa: ARG002
-            return defaultdict(lambda: None)
+    from fuzz.probe.caches import WindowBuilder
 
     groups: list[list[Any]] = []
     for index, group in enumerate(layout.kv_cache_groups):
@@ -221,6 +156,6 @@ def _attention_groups(config: Any, layout: Any, device: Any) -> list[list[Any]]:
             groups.append([])
             continue
         attention = AttentionGroup(DeepseekSparseSWABackend, ["window"], group.kv_cache_spec, index)
-        attention.metadata_builders.append(Builder(group.kv_cache_spec, ["window"], config, device))
+        attention.metadata_builders.append(WindowBuilder(group.kv_cache_spec, ["window"], config, device))
         groups.append([attention])
     return groups

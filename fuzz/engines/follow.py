@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""Follows a driver to the end of its case and fills in the trace: steps, ends, faults, the block pool at the end."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fuzz.case import Case
+from fuzz.engines.drive import Driver, Hung, Scheduled
+from fuzz.engines.record import StepRecorder
+from fuzz.engines.worker import Disagreement
+from invariants.trace import Fault, Final, Trace, TracedRequest
+
+
+def traced_requests(case: Case) -> list[TracedRequest]:
+    """The case's requests, before anything has happened to them."""
+    return [
+        TracedRequest(id=request.id, arrive=request.arrive, prompt=request.tokens(), max_tokens=request.max_tokens)
+        for request in case.requests
+    ]
+
+
+def follow(
+    driver: Driver, recorder: StepRecorder, trace: Trace, also: Callable[[Scheduled], None] | None = None
+) -> None:
+    """Run to the end; what vLLM raises on the way ends the trace with a fault, what we raise is our bug.
+
+    ``also`` sees each step after the recorder.
+    """
+
+    def look(scheduled: Scheduled) -> None:
+        trace.steps.append(recorder.record(scheduled))
+        if also:
+            also(scheduled)
+
+    try:
+        driver.run(look)
+        trace.final = _final(driver.scheduler.kv_cache_manager.block_pool)
+    except Hung as hang:
+        trace.faults.append(Fault("hang", driver.step, str(hang)))
+    except Disagreement as disagreement:
+        trace.faults.append(Fault("exception", driver.step, str(disagreement), "the worker's batch"))
+    except Exception as error:
+        trace.faults.append(_fault(error, driver.step))
+    for request, output, end in zip(trace.requests, driver.outputs, driver.ends, strict=True):
+        request.output, request.finished = output, end
+
+
+def _fault(error: Exception, step: int) -> Fault:
+    """What vLLM raised. An error that did not come out of an installed package is ours, and goes on its way."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    package, _, place = frame.filename.rpartition("site-packages/")
+    if not package:
+        raise error
+    text = f"{type(error).__name__}: {error or 'no message'} ({place}:{frame.lineno} in {frame.name})"
+    return Fault("exception", step, text, f"{place}, {frame.name}")
+
+
+def _final(pool: Any) -> Final:
+    referenced = [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null]
+    return Final(
+        free_blocks=pool.get_num_free_blocks(),
+        total_blocks=len(pool.blocks) - 1,
+        referenced=np.array(referenced, np.int32),
+    )

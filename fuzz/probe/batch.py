@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""The worker's batch of one step, as vLLM's input batch and window metadata have it. Arrays are copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from invariants.trace import BoolArray, IntArray
+
+
+@dataclass(slots=True)
+class Batch:
+    """What the worker made of one scheduler output. Rows are in the worker's order."""
+
+    request_ids: list[str]
+    computed: IntArray
+    """int32 [rows], tokens computed before the step, as the device's request state has them."""
+    scheduled: IntArray
+    """int32 [rows]"""
+    prefill: BoolArray
+    """bool [rows]"""
+    replay_start: IntArray
+    """int32 [rows], what the metadata carries."""
+    positions: IntArray
+    """int64 [tokens]"""
+    slots: list[IntArray]
+    """[group] int64 [tokens], slot mapping after replay padding."""
+    window_table: IntArray
+    """int32 [rows, columns], the window group's block table as the metadata carries it."""
+    swa_indices: IntArray
+    """int32 [tokens, W], paged window indices: decode rows, then prefill rows. -1 fills a row past its length."""
+    swa_lens: IntArray
+    """int32 [tokens]"""
+    gather_lens: IntArray
+    """int32 [prefill rows], rows gathered for each prefill request; the last ``len(gather_lens)`` rows of the batch."""
+
+
+def copy_batch(batch: Any, slots: Any, metadata: Any) -> Batch:
+    """From vLLM's InputBatch, slot mappings [group, tokens] and DeepseekSparseSWAMetadata. Waits for the device.
+
+    The builders reuse their buffers from step to step, so everything kept is copied.
+    """
+    indices = [_array(metadata.decode_swa_indices)[:, 0]]
+    lens = [_array(metadata.decode_swa_lens)]
+    if metadata.num_prefill_tokens:
+        indices.append(_array(metadata.prefill_swa_indices)[:, 0])
+        lens.append(_array(metadata.prefill_swa_lens))
+    gather_lens = metadata.prefill_gather_lens
+    rows, tokens = batch.num_reqs, batch.num_tokens
+    scheduled = batch.num_scheduled_tokens.astype(np.int32)
+    return Batch(
+        request_ids=list(batch.req_ids),
+        computed=_array(batch.seq_lens)[:rows] - scheduled,
+        scheduled=scheduled,
+        prefill=batch.is_prefilling_np.copy(),
+        replay_start=_array(metadata.replay_start)[:rows],
+        positions=_array(batch.positions)[:tokens],
+        slots=list(_array(slots)[:, :tokens]),
+        window_table=_array(metadata.block_table)[:rows],
+        swa_indices=np.concatenate(indices),
+        swa_lens=np.concatenate(lens),
+        gather_lens=np.zeros(0, np.int32) if gather_lens is None else _array(gather_lens),
+    )
+
+
+def _array(tensor: Any) -> Any:
+    return tensor.cpu().numpy().copy()
