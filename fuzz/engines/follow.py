@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,9 @@ def _fault(error: Exception, step: int) -> Fault:
     """What vLLM raised. An error that did not come out of an installed package is ours, and goes on its way."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     package, _, place = frame.filename.rpartition("site-packages/")
+    if not package and Path(frame.filename).parent.name == "probe":
+        # The probe indexes with what vLLM's metadata says, and believes it.
+        package, place = "the probe", f"probe/{Path(frame.filename).name}"
     if not package:
         raise error
     text = f"{type(error).__name__}: {error or 'no message'} ({place}:{frame.lineno} in {frame.name})"

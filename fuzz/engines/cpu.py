@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""The CPU engine: the real vLLM engine with the probe model, its control arms and the bytes of its KV cache."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Literal
+
+import msgspec
+import numpy as np
+from msgspec import UNSET
+
+from fuzz import triton_cpu
+from fuzz.case import Case, Request
+from fuzz.engines import config as vllm_setup
+from fuzz.engines.base import Unavailable
+from fuzz.engines.core import Core, CoreDriver, sizes_of
+from fuzz.engines.follow import follow, traced_requests
+from fuzz.engines.kv import CacheWatch, Poisoner
+from fuzz.engines.record import StepRecorder
+from fuzz.probe.plugin import RECORD, PluginError
+from fuzz.probe.recorder import recorder
+from invariants.trace import Fault, Outputs, Probe, Trace
+
+KERNEL_MODE: Literal["compiled", "interpreter"] = "compiled"
+ALONE = 3
+"""Requests of a case that are also run by themselves."""
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    RECORD: "trace",
+}
+
+
+class CpuEngine:
+    """See the module. A brisk run has the no-cache arm only; else the case is also run twice, poisoned and alone."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        os.environ["VLLM_TARGET_DEVICE"] = "cpu"
+        try:
+            self._mode = triton_cpu.prepare(KERNEL_MODE)
+            import vllm
+            import vllm.v1.worker.cpu.shm
+            from vllm.plugins import load_general_plugins
+
+            from fuzz.probe import model  # noqa: F401
+        except ImportError as error:
+            raise Unavailable(f"this vLLM lacks what the CPU engine is made of: {error}") from error
+        try:
+            load_general_plugins()
+        except (PluginError, ImportError, AttributeError) as error:
+            raise Unavailable(f"replaycheck's vLLM plugin does not load: {error}") from error
+        if recorder.mode != "trace":
+            raise Unavailable(
+                "vLLM did not load replaycheck's plugin: install replaycheck beside it (python -m pip install -e .), "
+                f"and let VLLM_PLUGINS name 'replaycheck', if it is set; {RECORD} is '{os.environ[RECORD]}'"
+            )
+        _register()
+        self._vllm_version = str(vllm.__version__)
+        self._cores: dict[bool, Core] = {}
+
+    def versions(self) -> dict[str, str]:
+        """See ``Engine.versions``."""
+        import torch
+        import triton
+
+        return {
+            "vllm": self._vllm_version,
+            "torch": str(torch.__version__),
+            "triton": str(triton.__version__),
+            "kernels": self._mode,
+        }
+
+    def run(self, case: Case, brisk: bool = False) -> Trace:
+        """See ``Engine.run``."""
+        started = time.perf_counter()
+        probe = Probe() if case.probe is UNSET else case.probe
+        core = self._core(case, probe)
+        trace = Trace(
+            engine=self.name,
+            geometry=case.geometry,
+            requests=traced_requests(case),
+            groups=vllm_setup.describe_groups(core.layout),
+            replay_expected=case.geometry.replay,
+            kernels=self._mode,
+            probe=probe,
+            versions=self.versions(),
+        )
+        watch = CacheWatch(core)
+        driver = CoreDriver(case, core)
+        trace.metrics = driver.metrics
+        follow(driver, StepRecorder(trace, core.scheduler, core), trace, watch.look)
+        trace.cached = watch.result()
+        for request, outputs in zip(trace.requests, driver.results(), strict=True):
+            request.outputs = outputs
+        _check_numbers(trace)
+        if trace.faults:
+            self._drop()
+        else:
+            self._arms(case, probe, trace, brisk)
+        trace.seconds = time.perf_counter() - started
+        return trace
+
+    def _arms(self, case: Case, probe: Probe, trace: Trace, brisk: bool) -> None:
+        plain = msgspec.structs.replace(case, events=())
+        trace.arms["no-cache"] = list(self._again(plain, probe, prefix_caching=False))
+        if not brisk:
+            trace.arms["twice"] = list(self._again(case, probe))
+            trace.arms["poison"] = list(self._again(case, probe, poison=True))
+            trace.arms["alone"] = self._alone(case, probe, trace)
+
+    def _again(self, case: Case, probe: Probe, prefix_caching: bool = True, poison: bool = False) -> list[Outputs]:
+        """The outputs of a run in which nobody looks on."""
+        core = self._core(case, probe, prefix_caching)
+        driver = CoreDriver(case, core, Poisoner(core, case.geometry.window) if poison else None)
+        driver.run(lambda _: None)
+        recorder.take()
+        results = driver.results()
+        for result in results:
+            result.hit = driver.metrics["prefix_cache_hits"] if len(results) == 1 else 0
+        return results
+
+    def _alone(self, case: Case, probe: Probe, trace: Trace) -> list[Outputs | None]:
+        """Each request after one that caches the prefix it hit; the first few that ran undisturbed, hits first."""
+        found: list[Outputs | None] = [None] * len(case.requests)
+        lives: dict[int, list[int]] = {}
+        for life in trace.admissions:
+            lives.setdefault(life.request, []).append(life.hit)
+        eligible = [
+            (-hits[0], index)
+            for index, hits in lives.items()
+            if len(hits) == 1 and trace.requests[index].finished == "length"
+        ]
+        for hit, index in sorted(eligible)[:ALONE]:
+            found[index] = self._by_itself(case, probe, case.requests[index], -hit)
+        return found
+
+    def _by_itself(self, case: Case, probe: Probe, request: Request, hit: int) -> Outputs:
+        requests = [msgspec.structs.replace(request, arrive=0)]
+        if hit:
+            prefix = (*_head(request, hit), ("alone", 0, 1))
+            prime = Request(id="alone-prime", arrive=0, prompt=prefix, max_tokens=1)
+            requests = [prime, msgspec.structs.replace(request, arrive=1 << 19)]
+        # The same model length, so that it is the same engine.
+        core = self._core(case, probe)
+        driver = CoreDriver(msgspec.structs.replace(case, requests=tuple(requests), events=()), core)
+        driver.run(lambda _: None)
+        recorder.take()
+        outputs = driver.results()[-1]
+        outputs.hit = driver.metrics["prefix_cache_hits"]
+        return outputs
+
+    def _core(self, case: Case, probe: Probe, prefix_caching: bool = True) -> Core:
+        """An empty engine of the case's sizes: the last one, if it can be used again."""
+        core = self._cores.pop(prefix_caching, None)
+        if core and (core.case_sizes != sizes_of(case, probe) or not core.empty()):
+            core.close()
+            core = None
+        core = core or Core(case, probe, prefix_caching)
+        self._cores[prefix_caching] = core
+        return core
+
+    def _drop(self) -> None:
+        """What has raised is not used again."""
+        for core in self._cores.values():
+            core.close()
+        self._cores.clear()
+
+
+def _register() -> None:
+    """Make the architecture known by its class: a name would have vLLM import it in a process of its own first."""
+    from vllm import ModelRegistry
+
+    from fuzz.probe.model import ARCHITECTURE, ReplayProbeForCausalLM
+
+    ModelRegistry.register_model(ARCHITECTURE, ReplayProbeForCausalLM)
+
+
+def _head(request: Request, length: int) -> list[tuple[str, int, int]]:
+    """The slices that make the first ``length`` tokens of the prompt."""
+    head = []
+    for stream, start, stop in request.prompt:
+        stop = min(stop, start + length)
+        if stop > start:
+            head.append((stream, start, stop))
+        length -= stop - start
+    return head
+
+
+def _check_numbers(trace: Trace) -> None:
+    """NaN among the logprobs is a fault."""
+    for request in trace.requests:
+        if request.outputs is not None and np.isnan(request.outputs.logprobs).any():
+            row = int(np.isnan(request.outputs.logprobs).any(axis=1).argmax())
+            message = f"logprobs of output {row} of request {request.id} are NaN"
+            trace.faults.append(Fault("nan", trace.steps[-1].index, message, "logprobs"))
+            return
