@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from math import ceil, lcm
 from typing import Any, Final, NamedTuple
 
+import msgspec
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from fuzz.case import Case, Event, EventKind, Request, Slice
-from invariants.trace import Geometry
+from invariants.trace import Geometry, Probe
 
 Anchor = tuple[int, int, int]
 """A length: so many windows, hit units and chunks."""
@@ -200,6 +201,30 @@ def cases(profile: str) -> SearchStrategy[Case]:
         st.sampled_from(_SLACKS),
         st.sampled_from((True,) * 15 + (False,)),
     )
+
+
+def with_probe(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases for an engine with a model: a probe for each, and now and then prompt logprobs asked for."""
+    probes = st.builds(
+        Probe,
+        kind=st.sampled_from(("exact", "deep")),
+        layers=st.sampled_from((2, 2, 2, 1, 3)),
+        compress_ratio=st.sampled_from((1, 1, 2)),
+        seed=st.integers(0, 3),
+    )
+    return st.builds(_add_probe, plain, probes, st.sampled_from((None,) * 7 + (0, 1)))
+
+
+def _add_probe(case: Case, probe: Probe, asks: int | None) -> Case:
+    """``asks``: which request asks for prompt logprobs, from the end."""
+    if case.geometry.block_size % probe.compress_ratio:
+        probe = msgspec.structs.replace(probe, compress_ratio=1)
+    requests = list(case.requests)
+    if asks is not None:
+        requests[-1 - asks % len(requests)] = msgspec.structs.replace(
+            requests[-1 - asks % len(requests)], prompt_logprobs=True
+        )
+    return msgspec.structs.replace(case, requests=tuple(requests), probe=probe)
 
 
 def _build(

@@ -18,6 +18,7 @@ class Clean:
     """Nothing is ever wrong."""
 
     name = "clean"
+    has_model = False
 
     def __init__(self) -> None:
         self.runs = 0

@@ -25,6 +25,8 @@ class Engine(Protocol):
     """Runs cases. One vLLM import a process, many cases an engine."""
 
     name: str
+    has_model: bool
+    """Whether a model runs: cases may then say which ``Probe``, and traces have outputs."""
 
     def run(self, case: Case, brisk: bool = False) -> Trace:
         """Run the case to its end. Raises ``Refused``; whatever vLLM raises while running becomes a ``Fault``.

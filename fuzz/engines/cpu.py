@@ -41,6 +41,7 @@ class CpuEngine:
     """See the module. A brisk run has the no-cache arm only; else the case is also run twice, poisoned and alone."""
 
     name = "cpu"
+    has_model = True
 
     def __init__(self) -> None:
         for name, value in ENVIRONMENT.items():

@@ -33,6 +33,7 @@ class SchedulerEngine:
     writes are then what the contract says they should be, looked up in the scheduler's block tables."""
 
     name = "scheduler"
+    has_model = False
 
     def __init__(self) -> None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
