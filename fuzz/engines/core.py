@@ -69,8 +69,14 @@ class Core:
         return not cached and pool.get_num_free_blocks() == len(pool.blocks) - 1
 
     def close(self) -> None:
-        """Let go of what the engine holds."""
-        self.engine.shutdown()
+        """Let go of the engine's memory. Not by its own ``shutdown``, which also ends torch.distributed for the process:
+        starting that again takes seconds."""
+        import torch
+
+        for layer in self.config.compilation_config.static_forward_context.values():
+            layer.kv_cache = torch.tensor([])
+        self.engine.model_executor.driver_worker.worker.model_runner.kv_caches.clear()
+        vars(self.engine).clear()
 
 
 def sizes_of(case: Case, probe: Probe) -> tuple[Geometry, Probe, int]:
