@@ -84,9 +84,10 @@ def _worker(view: View) -> Iterator[Violation]:
 
 
 def _metrics(view: View) -> Iterator[Violation]:
-    lives = view.trace.admissions
     if view.trace.faults:
         return  # a step that broke off was never counted
+    # Who looks nothing up is not counted.
+    lives = [life for life in view.trace.admissions if view.trace.requests[life.request].reads_cache]
     for name, wanted in (
         ("prefix_cache_queries", sum(life.tokens for life in lives if not life.resumed)),
         ("prefix_cache_hits", sum(life.hit for life in lives if not life.resumed)),

@@ -151,6 +151,8 @@ class _Replay:
         doubt = "drop_blocks may have dropped a block of it" if low < high else ""
         if len(self.caches) > 1:
             low, doubt = self._window_hit(admission.request, low), "replay is off, so the window group takes part"
+        if not self.trace.requests[admission.request].reads_cache:
+            low, high, doubt = 0, 0, ""
         if not step.tables:
             low, doubt = 0, "without block tables nobody knows what was evicted"
         stranger = None

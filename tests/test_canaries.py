@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from fuzz.case import Case, Event, Request
 from fuzz.engines.base import Engine
 from invariants import INVARIANTS, judge
-from invariants.trace import Geometry
+from invariants.trace import Geometry, Probe
 
 CASE = Case(
     geometry=Geometry(
@@ -30,6 +31,9 @@ CASE = Case(
     ),
     events=(Event(step=6, kind="preempt", request="branch"),),
 )
+
+DEEP = msgspec.structs.replace(CASE, probe=Probe(kind="deep"), events=())
+"""With several requests replaying in one step."""
 
 Break = Callable[[pytest.MonkeyPatch], None]
 
@@ -103,6 +107,16 @@ def state_rows_never_freed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestState, "remove_request", lambda self, name: self.req_id_to_index.pop(name, None))
 
 
+def rows_get_the_replay_start_of_others(patch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+    from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
+
+    upload = DeepseekV41ModelState._upload_replay_start
+    patch.setattr(
+        DeepseekV41ModelState, "_upload_replay_start", lambda self, values, n: upload(self, np.roll(values, 1), n)
+    )
+
+
 CANARIES: dict[str, Break] = {
     "gather-floor": replay_start_not_handed_on,
     "gather-window": replay_start_one_late,
@@ -113,10 +127,19 @@ CANARIES: dict[str, Break] = {
     "gating": window_group_stays_cacheable,
     "no-fault": state_rows_never_freed,
 }
+"""On the scheduler engine."""
+
+MODEL_CANARIES: dict[str, Break] = {
+    "cached-bytes": replayed_slots_not_padded,
+    "output-match": rewind_one_short,
+    "poison-blind": replay_start_not_handed_on,
+    "mix-blind": rows_get_the_replay_start_of_others,
+}
+"""On the CPU engine, whose traces have outputs."""
 
 
 def test_every_invariant_has_a_canary() -> None:
-    assert CANARIES.keys() == INVARIANTS.keys()
+    assert CANARIES.keys() | MODEL_CANARIES.keys() == INVARIANTS.keys()
 
 
 def test_the_case_is_clean_on_the_unbroken_vllm(engine: Engine) -> None:
@@ -129,4 +152,19 @@ def test_the_case_is_clean_on_the_unbroken_vllm(engine: Engine) -> None:
 def test_canary(invariant: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     CANARIES[invariant](monkeypatch)
     caught = {violation.invariant for violation in judge(engine.run(CASE))}
+    assert invariant in caught
+
+
+def test_the_case_is_clean_on_the_unbroken_model(open_engine: Callable[[str], Engine]) -> None:
+    trace = open_engine("cpu").run(DEEP)
+    assert judge(trace) == []
+    assert trace.arms.keys() == {"no-cache", "twice", "poison", "alone"}
+    assert sum(outputs is not None for outputs in trace.arms["alone"]) == 3
+
+
+@pytest.mark.parametrize("invariant", MODEL_CANARIES)
+def test_model_canary(invariant: str, open_engine: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_engine("cpu")
+    MODEL_CANARIES[invariant](monkeypatch)
+    caught = {violation.invariant for violation in judge(engine.run(DEEP))}
     assert invariant in caught

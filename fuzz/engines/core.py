@@ -61,15 +61,17 @@ class Core:
         return [[layers[name].kv_cache for name in group.layer_names] for group in self.layout.kv_cache_groups]
 
     def empty(self) -> bool:
-        """Reset the prefix cache; whether every block is then free, and none cached."""
+        """Forget the last run, its KV included; whether every block is then free, and none cached."""
         if not self.engine.reset_prefix_cache():
             return False
+        for cache in (cache for group in self.caches() for cache in group):
+            cache.zero_()
         pool = self.scheduler.kv_cache_manager.block_pool
         cached = any(block.block_hash is not None for block in pool.blocks)
         return not cached and pool.get_num_free_blocks() == len(pool.blocks) - 1
 
     def close(self) -> None:
-        """Let go of the engine's memory. Not by its own ``shutdown``, which also ends torch.distributed for the process:
+        """Let go of the engine's memory. Not by its own ``shutdown``, which ends torch.distributed for all of the process:
         starting that again takes seconds."""
         import torch
 

@@ -20,7 +20,8 @@ from fuzz.engines.core import Core, CoreDriver, sizes_of
 from fuzz.engines.follow import follow, traced_requests
 from fuzz.engines.kv import CacheWatch, Poisoner
 from fuzz.engines.record import StepRecorder
-from fuzz.probe.plugin import RECORD, PluginError
+from fuzz.probe import plugin
+from fuzz.probe.plugin import RECORD
 from fuzz.probe.recorder import recorder
 from invariants.trace import Fault, Outputs, Probe, Trace
 
@@ -33,7 +34,6 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    RECORD: "trace",
 }
 
 
@@ -51,20 +51,16 @@ class CpuEngine:
             self._mode = triton_cpu.prepare(KERNEL_MODE)
             import vllm
             import vllm.v1.worker.cpu.shm
-            from vllm.plugins import load_general_plugins
 
             from fuzz.probe import model  # noqa: F401
         except ImportError as error:
             raise Unavailable(f"this vLLM lacks what the CPU engine is made of: {error}") from error
+        os.environ[RECORD] = "trace"
         try:
-            load_general_plugins()
-        except (PluginError, ImportError, AttributeError) as error:
-            raise Unavailable(f"replaycheck's vLLM plugin does not load: {error}") from error
-        if recorder.mode != "trace":
-            raise Unavailable(
-                "vLLM did not load replaycheck's plugin: install replaycheck beside it (python -m pip install -e .), "
-                f"and let VLLM_PLUGINS name 'replaycheck', if it is set; {RECORD} is '{os.environ[RECORD]}'"
-            )
+            # vLLM may have loaded its plugins before, when nobody wanted a recorder.
+            plugin.register()
+        except (ImportError, AttributeError) as error:
+            raise Unavailable(f"the gather recorder finds nothing to look on at in this vLLM: {error}") from error
         _register()
         self._vllm_version = str(vllm.__version__)
         self._cores: dict[bool, Core] = {}
@@ -89,7 +85,7 @@ class CpuEngine:
         trace = Trace(
             engine=self.name,
             geometry=case.geometry,
-            requests=traced_requests(case),
+            requests=traced_requests(case, self.has_model),
             groups=vllm_setup.describe_groups(core.layout),
             replay_expected=case.geometry.replay,
             kernels=self._mode,

@@ -18,10 +18,16 @@ from fuzz.engines.worker import Disagreement
 from invariants.trace import Fault, Final, Trace, TracedRequest
 
 
-def traced_requests(case: Case) -> list[TracedRequest]:
-    """The case's requests, before anything has happened to them."""
+def traced_requests(case: Case, has_model: bool = False) -> list[TracedRequest]:
+    """The case's requests, before anything has happened to them; without a model nobody asks for prompt logprobs."""
     return [
-        TracedRequest(id=request.id, arrive=request.arrive, prompt=request.tokens(), max_tokens=request.max_tokens)
+        TracedRequest(
+            id=request.id,
+            arrive=request.arrive,
+            prompt=request.tokens(),
+            max_tokens=request.max_tokens,
+            reads_cache=not (has_model and request.prompt_logprobs is True),
+        )
         for request in case.requests
     ]
 
