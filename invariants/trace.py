@@ -106,14 +106,14 @@ class TracedRequest:
     prompt: IntArray
     """int32 [prompt length], token ids."""
     max_tokens: int
-    reads_cache: bool = True
-    """False: it asks for prompt logprobs, of which every row has to be computed, and so looks nothing up."""
     output: list[int] = field(default_factory=list)
     """Sampled token ids, in order."""
     finished: Literal["length", "abort", "refused"] | None = None
     """How it ended; None: it never did."""
     outputs: Outputs | None = None
     """None where no model runs."""
+    reads_cache: bool = True
+    """False: it asks for prompt logprobs, of which every row has to be computed, and so looks nothing up."""
 
 
 @dataclass(slots=True)

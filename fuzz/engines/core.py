@@ -71,7 +71,7 @@ class Core:
         return not cached and pool.get_num_free_blocks() == len(pool.blocks) - 1
 
     def close(self) -> None:
-        """Let go of the engine's memory. Not by its own ``shutdown``, which ends torch.distributed for all of the process:
+        """Let go of the engine's memory. Not by its own ``shutdown``, which ends torch.distributed as well:
         starting that again takes seconds."""
         import torch
 
