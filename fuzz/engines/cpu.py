@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import time
 from typing import Literal
@@ -62,6 +64,7 @@ class CpuEngine:
         except (ImportError, AttributeError) as error:
             raise Unavailable(f"the gather recorder finds nothing to look on at in this vLLM: {error}") from error
         _register()
+        atexit.register(gc.unfreeze)  # EngineCore freezes; nanobind, which Triton is built with, takes that for leaks
         self._vllm_version = str(vllm.__version__)
         self._cores: dict[bool, Core] = {}
 
