@@ -16,12 +16,16 @@ from typing import Any
 
 from rich.table import Table
 
-from fuzz import options, report
-from fuzz.case import Case
+from fuzz import options, report, triton_cpu
+from fuzz.case import Case, Request
 from fuzz.engines.base import Refused
+from invariants import judge
+from invariants.trace import Geometry
 
 ROUNDS = 5
 CASES = 100
+ENGINE_ROUNDS = 7
+ENGINE_REQUESTS = 6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +50,6 @@ def bench_scheduler(profile: str) -> dict[str, Any]:
     """The scheduler engine with every invariant, against vLLM's Scheduler alone, in requests a second."""
     from fuzz.engines.scheduler import SchedulerEngine
     from fuzz.run import brisk
-    from invariants import judge
 
     engine = SchedulerEngine()
     cases = _accepted(profile, engine.run_bare)
@@ -81,6 +84,54 @@ def bench_scheduler(profile: str) -> dict[str, Any]:
     }
 
 
+def bench_engine(_profile: str) -> dict[str, Any]:
+    """The CPU engine, warm, on prompts of 400 tokens of which 384 are hit but for the first: requests a second.
+
+    Kernels compiled against Triton's interpreter; the recorder counting, checking or tracing against nobody looking.
+    """
+    from fuzz.engines.cpu import CpuEngine
+    from fuzz.probe.recorder import recorder
+
+    engine = CpuEngine()
+    prompt = Case(
+        geometry=Geometry(
+            window=64, block_size=64, swa_block_size=32, num_blocks=200, max_num_batched_tokens=256, max_num_seqs=4
+        ),
+        requests=tuple(
+            Request(id=f"r{number}", arrive=20 * number, prompt=(("p", 0, 390), (f"t{number}", 0, 10)), max_tokens=6)
+            for number in range(ENGINE_REQUESTS)
+        ),
+    )
+    rates: dict[str, list[float]] = {"interpreter": []}
+    engine.time_plain(prompt)  # compiles the kernels
+    for _ in range(ENGINE_ROUNDS):
+        for mode in (None, "count", "check", "trace"):
+            recorder.mode = mode
+            rates.setdefault(mode or "plain", []).append(ENGINE_REQUESTS / engine.time_plain(prompt))
+    recorder.mode = None
+    triton_cpu.prepare("interpreter")
+    rates["interpreter"].append(ENGINE_REQUESTS / engine.time_plain(prompt))
+    triton_cpu.prepare("compiled")
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    recorder.mode = "trace"
+    judged = time.perf_counter()
+    trace = engine.run(prompt, brisk=True)
+    run = time.perf_counter() - judged
+    judge(trace)
+    return {
+        "requests": ENGINE_REQUESTS,
+        **{f"{name}_requests_per_second": rate for name, rate in medians.items()},
+        "lockstep_vs_interpreter": medians["plain"] / medians["interpreter"],
+        **{
+            f"{mode}_vs_plain": statistics.median(
+                some / plain for some, plain in zip(rates[mode], rates["plain"], strict=True)
+            )
+            for mode in ("count", "check", "trace")
+        },
+        "judging_share": (time.perf_counter() - judged - run) / (time.perf_counter() - judged),
+    }
+
+
 def _accepted(profile: str, run: Callable[[Case], None]) -> list[Case]:
     """CASES cases of the profile that vLLM takes, the same ones every time. Runs each once, as a warm-up."""
     from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -111,5 +162,5 @@ def _accepted(profile: str, run: Callable[[Case], None]) -> list[Case]:
     return found
 
 
-BENCHES: dict[str, Callable[[str], dict[str, Any]]] = {"scheduler": bench_scheduler}
+BENCHES: dict[str, Callable[[str], dict[str, Any]]] = {"scheduler": bench_scheduler, "engine": bench_engine}
 """Benchmark name to the function that runs it on a profile."""

@@ -51,6 +51,7 @@ class CpuEngine:
         os.environ["VLLM_TARGET_DEVICE"] = "cpu"
         try:
             self._mode = triton_cpu.prepare(KERNEL_MODE)
+            import torch
             import vllm
             import vllm.v1.worker.cpu.shm
 
@@ -64,6 +65,7 @@ class CpuEngine:
         except (ImportError, AttributeError) as error:
             raise Unavailable(f"the gather recorder finds nothing to look on at in this vLLM: {error}") from error
         _register()
+        torch.set_num_threads(1)  # the probe's tensors are too small to share out, and test workers have a core each
         atexit.register(gc.unfreeze)  # EngineCore freezes; nanobind, which Triton is built with, takes that for leaks
         self._vllm_version = str(vllm.__version__)
         self._cores: dict[bool, Core] = {}
@@ -109,6 +111,13 @@ class CpuEngine:
             self._arms(case, probe, trace, brisk)
         trace.seconds = time.perf_counter() - started
         return trace
+
+    def time_plain(self, case: Case) -> float:
+        """CPU seconds that the case takes on the bare engine, for benchmarks: no arm, nothing judged."""
+        driver = CoreDriver(case, self._core(case, Probe()))
+        started = time.process_time()
+        driver.run(lambda _: None)
+        return time.process_time() - started
 
     def _arms(self, case: Case, probe: Probe, trace: Trace, brisk: bool) -> None:
         plain = msgspec.structs.replace(case, events=())

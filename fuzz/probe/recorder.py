@@ -32,6 +32,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.mode: Mode | None = None
+        """May be changed at any time; None: nobody looks on."""
         self._installed = False
         self._real = False
         """Whether the step being prepared is one of requests, not one of vLLM's dummies."""
@@ -55,7 +56,7 @@ class Recorder:
             state: Any, input_batch: Any, mode: Any, tables: Any, slots: Any, *args: Any, **kw: Any
         ) -> Any:
             metadata = prepare(state, input_batch, mode, tables, slots, *args, **kw)
-            if self._real:
+            if self._real and self.mode:
                 self._look(input_batch, slots, metadata, args[1] if len(args) > 1 else kw["kv_cache_config"])
             return metadata
 
