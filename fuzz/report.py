@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import statistics
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -175,6 +176,12 @@ def _rows(run: Run) -> Iterable[tuple[str, str]]:
     yield "kernels", ", ".join(f"{mode}: {count} cases" for mode, count in tally.kernels.items()) or "none ran"
     if fallbacks:
         yield "  interpreted", ", ".join(f"{kernel}: {count} launches" for kernel, count in fallbacks.items())
+    for kind, found in drift_json(tally).items():
+        yield (
+            f"{kind} hits",
+            f"{found['hits']}; logprobs are {found['median']:.1e} (median) to {found['max']:.1e} (most) from no-cache, "
+            f"{found['above_tolerance']} farther than the oracle's tolerance",
+        )
     missing = [edge for edge in EDGES if edge not in tally.edges]
     yield "edges reached", f"{len(EDGES) - len(missing)} of {len(EDGES)}"
     if missing:
@@ -226,6 +233,21 @@ def run_json(run: Run) -> dict[str, Any]:
         "interpreted": dict(fallbacks),
         "edges": {"reached": sorted(tally.edges), "missing": sorted(EDGES.keys() - tally.edges)},
         "interrupted": run.interrupted,
+        "drift": drift_json(tally),
+    }
+
+
+def drift_json(tally: Tally) -> dict[str, Any]:
+    """By kind of probe: how far hits are from no-cache, as the largest logprob difference of each."""
+    return {
+        kind: {
+            "hits": len(found),
+            "median": statistics.median(found),
+            "max": max(found),
+            "above_tolerance": tally.drifted[kind],
+        }
+        for kind, found in tally.drift.items()
+        if found
     }
 
 

@@ -27,7 +27,9 @@ from fuzz.edges import edges
 from fuzz.engines import ENGINES, load
 from fuzz.engines.base import Engine, Refused, Unavailable
 from invariants import judge
-from invariants.trace import Trace, Violation
+from invariants.dense import tolerance
+from invariants.outputs import drift
+from invariants.trace import Probe, Trace, Violation
 
 OWN_FAULT: Final = "replaycheck"
 """Stands in the place of an invariant's id where replaycheck itself failed on a case."""
@@ -89,9 +91,9 @@ class Tally:
     requests: int = 0
     steps: int = 0
     gathers: int = 0
+    """Runs of consecutive positions that a consumer read for a query or a row (``Gathers``), all of them judged."""
     gathers_by_kernels: int = 0
     """Those of them that vLLM's kernels made; the others were looked up in its block tables (``Trace.kernels``)."""
-    """Runs of consecutive positions that a consumer read for a query or a row (``Gathers``), all of them judged."""
     kernels: Counter[str] = field(default_factory=Counter)
     """Cases by what executed the kernels (``Trace.kernels``)."""
     edges: set[str] = field(default_factory=set)
@@ -102,6 +104,10 @@ class Tally:
     findings: list[Finding] = field(default_factory=list)
     repeats: Counter[Key] = field(default_factory=Counter)
     """Further cases that broke what a finding breaks."""
+    drift: dict[str, list[float]] = field(default_factory=dict)
+    """By kind of probe: how far the logprobs of each hit are from those without a cache. Reported, never judged."""
+    drifted: Counter[str] = field(default_factory=Counter)
+    """By kind of probe: hits that are farther than the dense oracle's tolerance."""
     seconds: float = 0.0
 
     def add(self, judged: Judged) -> None:
@@ -117,6 +123,14 @@ class Tally:
         self.gathers_by_kernels += gathers if judged.trace.kernels != "none" else 0
         self.kernels[judged.trace.kernels] += 1
         self.edges |= judged.edges
+        if judged.trace.probe:
+            self._add_drift(judged.trace, judged.trace.probe)
+
+    def _add_drift(self, trace: Trace, probe: Probe) -> None:
+        found = drift(trace)
+        longest = max(request.max_tokens + len(request.prompt) for request in trace.requests)
+        self.drift.setdefault(probe.kind, []).extend(found.tolist())
+        self.drifted[probe.kind] += int((found > tolerance(probe, keys=longest)).sum())
 
 
 def open_engine(name: str) -> Engine:
