@@ -70,7 +70,7 @@ LARGE_STEP: Final = 1024
 
 def edges(trace: Trace) -> set[str]:
     """Ids of the edges that the run reached; also those of a run that broke off."""
-    return _Walk(trace).run()
+    return _Walk(trace).run() if trace.groups else set()
 
 
 class _Walk:

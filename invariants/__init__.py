@@ -41,6 +41,8 @@ INVARIANTS: dict[str, Callable[[View], Iterable[Violation]]] = {
 def judge(trace: Trace) -> list[Violation]:
     """What every invariant finds, in the registry's order; a few for each site, the last one saying how many more."""
     view = View(trace)
+    if trace.faults and not trace.groups:
+        return list(no_fault(view))  # the process that could have told the rest is dead
     return [violation for invariant in INVARIANTS.values() for violation in _few(invariant(view))]
 
 

@@ -18,6 +18,6 @@ def no_fault(view: View) -> Iterator[Violation]:
             f"{fault.kind} while running: {fault.message}",
             expected="no fault",
             seen=fault.kind,
-            step=fault.step,
+            step=None if fault.step < 0 else fault.step,
             site=f"{fault.kind} in {fault.place}" if fault.place else fault.kind,
         )

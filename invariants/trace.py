@@ -245,6 +245,7 @@ class Fault:
 
     kind: Literal["exception", "hang", "signal", "gpu", "nan"]
     step: int
+    """-1: unknown, the process that knew is dead."""
     message: str
     place: str = ""
     """Where, for telling faults apart: the file and function that raised, a GPU kernel. Never a value."""

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""An engine in a child process: every way to die is a finding with its case, and the next case runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fuzz import corpus, run
+from fuzz.case import Case, Request
+from fuzz.engines.base import Engine, Refused, Unavailable
+from fuzz.engines.child import ChildEngine
+from invariants.trace import Geometry
+
+
+def case(how: str) -> Case:
+    sizes = Geometry(window=4, block_size=4, swa_block_size=2, num_blocks=40, max_num_batched_tokens=8, max_num_seqs=4)
+    prompt = (("s", 0, 21),)
+    requests = (
+        Request(id=how, arrive=0, prompt=prompt, max_tokens=2),
+        Request(id="same", arrive=6, prompt=prompt, max_tokens=2),
+    )
+    return Case(geometry=sizes, requests=requests)
+
+
+@pytest.fixture
+def mortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChildEngine]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    engine = ChildEngine("mortal_engine:Mortal", seconds=3)
+    yield engine
+    engine.close()
+
+
+def pid(engine: ChildEngine) -> int:
+    return int(engine.run(case("live")).versions["pid"])
+
+
+def gone(number: int) -> bool:
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("how", "site", "words"),
+    [
+        ("SIGKILL", "signal in SIGKILL", "what the kernel sends when memory runs out"),
+        ("SIGABRT", "signal in SIGABRT", "ended by SIGABRT"),
+        ("SIGSEGV", "signal in SIGSEGV", "ended by SIGSEGV"),
+        ("exit", "exception in exit", "exit code 3"),
+        ("hang", "hang", "no answer in 3 s"),
+        ("memory", "exception in out of memory", "nothing left"),
+        ("allocate", "exception in out of memory", "can't allocate memory"),
+    ],
+)
+def test_a_death_is_a_finding(
+    how: str, site: str, words: str, mortal: ChildEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(corpus, "ROOT", tmp_path)
+    first = pid(mortal)
+    judged = run.run_case(mortal, case(how))
+    assert judged.keys == [("no-fault", site)]
+    message = judged.violations[0].message
+    assert words in message
+    if "out of memory" not in site:
+        assert f"| asked to {how}" in message
+    kept = run.keep(judged, mortal, seed=1)
+    assert corpus.read(kept.path).requests == case(how).requests
+    assert pid(mortal) != first
+    assert gone(first)
+
+
+def test_a_hang_says_where(mortal: ChildEngine):
+    message = run.run_case(mortal, case("hang")).violations[0].message
+    assert "mortal_engine.py" in message
+    assert "in misbehave" in message
+
+
+def test_one_child_for_many_cases(mortal: ChildEngine):
+    assert pid(mortal) == pid(mortal)
+
+
+def test_what_is_no_death_passes_through(mortal: ChildEngine):
+    first = pid(mortal)
+    with pytest.raises(Refused, match=r"^vLLM does not want to$"):
+        mortal.run(case("refuse"))
+    judged = run.run_case(mortal, case("raise"))
+    assert judged.violations[0].invariant == run.OWN_FAULT
+    assert "our own mistake" in judged.violations[0].message
+    assert pid(mortal) == first
+
+
+def test_a_closed_engine_leaves_nothing(mortal: ChildEngine):
+    number = pid(mortal)
+    before = len(os.listdir("/proc/self/fd"))
+    mortal.close()
+    assert gone(number)
+    assert len(os.listdir("/proc/self/fd")) == before - 3
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("mortal_engine:Absent", "^there is nothing to run$"),
+        ("mortal_engine:Stillborn", "did not start.*cannot be born"),
+        ("no_such_module:Engine", "No module named 'no_such_module'"),
+    ],
+)
+def test_a_child_that_does_not_start(target: str, reason: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    with pytest.raises(Unavailable, match=reason):
+        ChildEngine(target)
+
+
+def test_the_child_ends_with_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A parent that is killed closes nothing."""
+    import subprocess
+    import sys
+
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    script = (
+        "import os, signal, test_child\n"
+        "engine = test_child.ChildEngine('mortal_engine:Mortal')\n"
+        "print(test_child.pid(engine), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    number = int(done.stdout)
+    deadline = time.monotonic() + 10
+    while not gone(number) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert gone(number)
+
+
+def same(one: Any, other: Any) -> None:
+    """Equal, arrays by type and value."""
+    assert type(one) is type(other)
+    if isinstance(one, np.ndarray):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+    elif dataclasses.is_dataclass(one):
+        for field in dataclasses.fields(one):
+            if field.name != "seconds":
+                same(getattr(one, field.name), getattr(other, field.name))
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for name in one:
+            same(one[name], other[name])
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            same(left, right)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("name", ["scheduler", "cpu"])
+def test_a_real_engine_gives_the_same_trace_and_survives_a_kill(name: str, open_engine: Callable[[str], Engine]):
+    inside = open_engine(name)
+    child = ChildEngine(name)
+    try:
+        wanted = inside.run(case("r"))
+        same(child.run(case("r")), wanted)
+        assert child._child is not None
+        child._child._process.kill()
+        assert run.run_case(child, case("r")).keys == [("no-fault", "signal in SIGKILL")]
+        same(child.run(case("r")), wanted)
+    finally:
+        child.close()
