@@ -212,7 +212,7 @@ def command(args: argparse.Namespace) -> int:
     started = time.monotonic()
     number = random.randrange(1 << 32) if args.seed is None else args.seed
     seconds = args.time or (None if args.cases else DEFAULT_SECONDS)
-    engine = open_engine(args.engine)
+    engine = open_engine(args.engine, apart=True)
     strategy = with_probe(cases(args.profile)) if engine.has_model else cases(args.profile)
     explorer = Explorer(engine, strategy, number, args.cases, deadline=None if seconds is None else started + seconds)
     interrupted = False

@@ -120,7 +120,7 @@ def _replay_all(given: Path, engine: str | None, engines: dict[str, Engine]) -> 
 
         def opened(name: str = name) -> Engine:
             if name not in engines:
-                engines[name] = open_engine(name)
+                engines[name] = open_engine(name, apart=True)
             return engines[name]
 
         yield replay(path, opened)

@@ -28,7 +28,6 @@ from fuzz.edges import EDGES
 from fuzz.engines.base import Engine
 from fuzz.known import REGISTER
 from fuzz.run import Finding, Judged, Key, Tally, installed
-from fuzz.triton_cpu import fallbacks
 from invariants.trace import Violation
 
 PLAIN_WIDTH: Final = 120
@@ -174,8 +173,8 @@ def _rows(run: Run) -> Iterable[tuple[str, str]]:
     yield "steps", str(tally.steps)
     yield "gathers checked", f"{tally.gathers}, {tally.gathers_by_kernels} of them made by vLLM's kernels"
     yield "kernels", ", ".join(f"{mode}: {count} cases" for mode, count in tally.kernels.items()) or "none ran"
-    if fallbacks:
-        yield "  interpreted", ", ".join(f"{kernel}: {count} launches" for kernel, count in fallbacks.items())
+    if tally.interpreted:
+        yield "  interpreted", ", ".join(f"{kernel}: {count} launches" for kernel, count in tally.interpreted.items())
     for kind, found in drift_json(tally).items():
         yield (
             f"{kind} hits",
@@ -230,7 +229,7 @@ def run_json(run: Run) -> dict[str, Any]:
         "errors": [entry for entry, violation in zip(told, broken, strict=True) if not violation],
         "repeats": [{"invariant": key[0], "site": key[1], "count": n} for key, n in tally.repeats.items()],
         "kernels": dict(tally.kernels),
-        "interpreted": dict(fallbacks),
+        "interpreted": dict(tally.interpreted),
         "edges": {"reached": sorted(tally.edges), "missing": sorted(EDGES.keys() - tally.edges)},
         "interrupted": run.interrupted,
         "drift": drift_json(tally),

@@ -24,8 +24,9 @@ import msgspec
 from fuzz import corpus, known
 from fuzz.case import Case, Provenance
 from fuzz.edges import edges
-from fuzz.engines import ENGINES, load
+from fuzz.engines import ENGINES, IN_A_CHILD, load
 from fuzz.engines.base import Engine, Refused, Unavailable
+from fuzz.engines.child import ChildEngine
 from invariants import judge
 from invariants.dense import tolerance
 from invariants.outputs import drift
@@ -96,6 +97,8 @@ class Tally:
     """Those of them that vLLM's kernels made; the others were looked up in its block tables (``Trace.kernels``)."""
     kernels: Counter[str] = field(default_factory=Counter)
     """Cases by what executed the kernels (``Trace.kernels``)."""
+    interpreted: Counter[str] = field(default_factory=Counter)
+    """Launches that fell back to Triton's interpreter, by kernel."""
     edges: set[str] = field(default_factory=set)
     known: Counter[str] = field(default_factory=Counter)
     """Cases by known finding that fired in them."""
@@ -123,6 +126,7 @@ class Tally:
         self.gathers_by_kernels += gathers if judged.trace.kernels != "none" else 0
         self.kernels[judged.trace.kernels] += 1
         self.edges |= judged.edges
+        self.interpreted.update(judged.trace.interpreted)
         if judged.trace.probe:
             self._add_drift(judged.trace, judged.trace.probe)
 
@@ -133,12 +137,12 @@ class Tally:
         self.drifted[probe.kind] += int((found > tolerance(probe, keys=longest)).sum())
 
 
-def open_engine(name: str) -> Engine:
-    """The engine, ready to run. Raises ``CannotRun``."""
+def open_engine(name: str, apart: bool = False) -> Engine:
+    """The engine, ready to run; ``apart``: in a child process, if it is one of ``IN_A_CHILD``. Raises ``CannotRun``."""
     if name not in ENGINES:
         raise CannotRun(f"no engine is called '{name}'; there are: {', '.join(ENGINES)}")
     try:
-        return load(name)
+        return ChildEngine(name) if apart and name in IN_A_CHILD else load(name)
     except (Unavailable, ImportError) as error:
         hint = f"; {INSTALL}" if not installed().get("vllm") else ""
         raise CannotRun(f"engine '{name}' cannot run here: {error}{hint}") from error

@@ -281,6 +281,8 @@ class Trace:
     caches just the prefix it had hit."""
     cached: list[CachedBytes] = field(default_factory=list)
     """One for each prefix-cacheable group, where there are bytes."""
+    interpreted: dict[str, int] = field(default_factory=dict)
+    """Launches that ran under Triton's interpreter although kernels are compiled, by kernel."""
     versions: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 

@@ -311,7 +311,7 @@ def test_bad_input_is_one_line_and_2(bad: str, capsys: pytest.CaptureFixture[str
 def test_a_command_that_meets_a_missing_engine_by_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("fuzz.explore.open_engine", lambda _: fake_engine.Missing())
+    monkeypatch.setattr("fuzz.explore.open_engine", lambda *_, **__: fake_engine.Missing())
     assert main(["run"]) == 2
     assert capsys.readouterr().err == "replaycheck: this machine has no such accelerator\n"
 

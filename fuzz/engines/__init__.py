@@ -14,6 +14,9 @@ ENGINES: dict[str, str] = {
 }
 """Engine name to "module:class"; loaded only when asked for, since an engine imports vLLM."""
 
+IN_A_CHILD = frozenset({"cpu"})
+"""Engines that the command line runs in a child process (``child.py``), because a model may end theirs."""
+
 
 def load(name: str) -> Engine:
     """The engine of that name. Raises ``KeyError`` if there is none, ``Unavailable`` if it cannot run here."""

@@ -30,7 +30,7 @@ from fuzz.engines.base import Engine, Refused, Unavailable
 from fuzz.engines.follow import traced_requests
 from invariants.trace import Fault, Trace
 
-CASE_SECONDS = 120.0
+CASE_SECONDS = 300.0
 START_SECONDS = 300.0
 LOG_LINES = 40
 _FRAME = re.compile(r'File "[^"]*site-packages/(vllm/[^"]+)", line \d+ in (\S+)')

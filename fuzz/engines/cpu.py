@@ -84,7 +84,7 @@ class CpuEngine:
 
     def run(self, case: Case, brisk: bool = False) -> Trace:
         """See ``Engine.run``."""
-        started = time.perf_counter()
+        started, before = time.perf_counter(), triton_cpu.fallbacks.copy()
         probe = Probe() if case.probe is UNSET else case.probe
         core = self._core(case, probe)
         trace = Trace(
@@ -109,6 +109,7 @@ class CpuEngine:
             self._drop()
         else:
             self._arms(case, probe, trace, brisk)
+        trace.interpreted = triton_cpu.fallbacks_since(before)
         trace.seconds = time.perf_counter() - started
         return trace
 

@@ -65,7 +65,7 @@ class SchedulerEngine:
 
     def run(self, case: Case, brisk: bool = False) -> Trace:
         """See ``Engine.run``."""
-        started = time.perf_counter()
+        started, before = time.perf_counter(), triton_cpu.fallbacks.copy()
         driver, layout = self._driver(case)
         trace = Trace(
             engine=self.name,
@@ -79,6 +79,7 @@ class SchedulerEngine:
         )
         worker = None if brisk else Worker(vllm_setup.vllm_config(case), layout)
         follow(driver, StepRecorder(trace, driver.scheduler, worker), trace)
+        trace.interpreted = triton_cpu.fallbacks_since(before)
         trace.seconds = time.perf_counter() - started
         return trace
 

@@ -35,6 +35,11 @@ def prepare(mode: Literal["compiled", "interpreter"]) -> Literal["compiled", "in
     return mode
 
 
+def fallbacks_since(before: Counter[str]) -> dict[str, int]:
+    """What ``fallbacks`` counts more than a copy of it from before, by kernel."""
+    return dict(fallbacks - before)
+
+
 def install() -> None:
     """Run kernels as machine code from now on. Only after ``prepare``."""
     from fuzz.triton_cpu import executor
