@@ -61,7 +61,11 @@ def _null_replay_block(violation: Violation, view: View) -> bool:
     in the null block, so that is looked at, too.
     """
     group = view.window_group
-    if group is None or not violation.site.endswith(", the null block"):
+    if group is None:
+        return False
+    if violation.invariant in _OF_OUTPUTS:
+        return _replays_from_null(violation, view, group)
+    if not violation.site.endswith(", the null block"):
         return False
     if violation.step is None or violation.row is None or violation.position is None:
         return False
@@ -69,12 +73,26 @@ def _null_replay_block(violation: Violation, view: View) -> bool:
         return False
     steps = [step.index for step in view.trace.steps]
     row = view.row_offset[steps.index(violation.step)] + violation.row
+    return bool(_retired(view, group, np.array([row]), np.array([violation.position])).all()) and _only_there(
+        view, group
+    )
+
+
+def _replays_from_null(violation: Violation, view: View, group: int) -> bool:
+    """Whether the request whose outputs are wrong replays from the null block: others write there, too."""
+    number = next((i for i, request in enumerate(view.trace.requests) if request.id == violation.request), -1)
+    rows = np.flatnonzero(view.request == number)
+    return bool(_retired(view, group, rows, view.floor[rows]).any()) and _only_there(view, group)
+
+
+def _only_there(view: View, group: int) -> bool:
+    """Whether no other position is read or written in the null block."""
     stores = view.stores(group)
     touched = [(stores.row, stores.position), *((reads.cell_row, reads.cell_position) for reads in view.reads)]
-    return bool(
-        _retired(view, group, np.array([row]), np.array([violation.position])).all()
-        and all((_retired(view, group, *at) | ~_null(view, group, *at)).all() for at in touched)
-    )
+    return all(bool((_retired(view, group, *at) | ~_null(view, group, *at)).all()) for at in touched)
+
+
+_OF_OUTPUTS: Final = ("output-match", "poison-blind", "mix-blind")
 
 
 def _null(view: View, group: int, row: IntArray, position: IntArray) -> BoolArray:
@@ -94,7 +112,7 @@ def _retired(view: View, group: int, row: IntArray, position: IntArray) -> BoolA
 REGISTER: Final[tuple[Known, ...]] = (
     Known(
         id="null-replay-block",
-        invariants=("gather-live", "write-fence"),
+        invariants=("gather-live", "write-fence", *_OF_OUTPUTS),
         title="the block that a replay starts in is the null block",
         condition="(H - W + 1) % b == 0, with H the adopted hit, W the window and b the window group's block: "
         "retention keeps blocks from position H - W + 1 on, the replay starts at H - W, so the KV of that one position "
