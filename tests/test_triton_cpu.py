@@ -820,7 +820,7 @@ def _atomic(out, n):
 
 @triton.jit
 def _floating(out, n):
-    tl.store(out, (tl.load(out) * 1.5).to(tl.int32) + n)
+    tl.store(out, (tl.load(out) * 1.5).to(tl.uint32) + n)
 
 
 @triton.jit
@@ -842,7 +842,7 @@ def _two_types(out, n):
     ("kernel", "operation"),
     [
         (_atomic, "a call of atomic_add"),
-        (_floating, "si_to_fp"),
+        (_floating, "fp_to_ui"),
         (_two_types, "x, which branches give different types"),
         (_maybe_unset, "sum, a loop variable after its loop"),
     ],

@@ -19,6 +19,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from fuzz.triton_cpu import floats
 from fuzz.triton_cpu.tiles import BOOL, INT32, INT64, Emitter, Handle, Lanes, Map, Scalar, Unsupported, View
 
 
@@ -144,6 +145,8 @@ class Builder:
         return Scalar(type_, (), value=ir.Constant(type_, value))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name in floats.ARITHMETIC or name in floats.COMPARISONS:
+            return self._float_operation(name)
         if name in _ARITHMETIC or name in _WIDE_ONLY:
             operation, emit = _ARITHMETIC.get(name) or _WIDE_ONLY[name]
 
@@ -160,9 +163,23 @@ class Builder:
             return lambda: _lane_type(name[4:-3])
         if name.startswith(("get_int", "get_uint")):
             return lambda value: self.constant(_lane_type(name[4:].lstrip("u")), value)
+        if name in ("create_si_to_fp", "create_ui_to_fp", "create_fp_to_si", "create_fp_ext", "create_fp_trunc"):
+            return lambda source, type_: self._float_cast(name.removeprefix("create_"), source, _element(type_))
         if name.startswith("create_"):
             raise Unsupported(name.removeprefix("create_"))
         raise AttributeError(name)
+
+    def _float_operation(self, name: str) -> Callable[..., Handle]:
+        operation, emit = floats.ARITHMETIC.get(name) or floats.COMPARISONS[name]
+
+        def compute(*args: Handle) -> Handle:
+            floats.check(args[0].type)
+            return self.map(operation, emit, args, BOOL if name in floats.COMPARISONS else args[0].type)
+
+        return compute
+
+    def _float_cast(self, operation: str, source: Handle, wanted: Any) -> Handle:
+        return self.map(operation, floats.cast(operation, source.type, wanted), (source,), wanted)
 
     # types
 
@@ -181,10 +198,10 @@ class Builder:
         return self.constant(type_, -1)
 
     def get_fp32(self, value: float) -> Scalar:
-        """Only zero: the others need a rounding rule that nothing here needs."""
-        if str(float(value)) != "0.0":
-            raise Unsupported(f"the float {value}")
-        return self.constant(INT32, 0)
+        return self.constant(INT32, floats.bits(value, 32))
+
+    def get_fp64(self, value: float) -> Scalar:
+        return self.constant(INT64, floats.bits(value, 64))
 
     def create_get_program_id(self, axis: int) -> Scalar:
         return Scalar(INT32, (), value=self._program_ids[axis])

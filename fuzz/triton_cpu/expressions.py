@@ -24,7 +24,7 @@ from fuzz.triton_cpu.operators import known, plain
 from fuzz.triton_cpu.source import Frame, source_of
 from fuzz.triton_cpu.tiles import BOOL, INT32, Emitter, Handle, Scalar, Unsupported
 
-_CALLABLE = (min, max, abs, len, int, bool, triton.cdiv, triton.next_power_of_2, tl.pointer_type)
+_CALLABLE = (min, max, abs, len, int, float, bool, triton.cdiv, triton.next_power_of_2, tl.pointer_type)
 """Python functions that are called if all their arguments are known."""
 _MAX_DEPTH = 16
 

@@ -16,18 +16,32 @@ from typing import Any
 import triton.language as tl
 
 from fuzz.triton_cpu.builder import Builder
-from fuzz.triton_cpu.operators import Operators, WeakInt, known, plain
-from fuzz.triton_cpu.reductions import reduce, scan
+from fuzz.triton_cpu.operators import WeakInt, known, plain
 from fuzz.triton_cpu.tiles import Handle, Load, Scalar, Unsupported
+from fuzz.triton_cpu.totals import Totals
 
 
-class Language(Operators):
+class Language(Totals):
     """One kernel's ``tl``. ``needed_later`` gives the values that a store must not change."""
 
     NAMES = (
         frozenset(["program_id", "num_programs", "arange", "load", "store", "where", "minimum", "maximum", "full"])
         | frozenset(["zeros", "cast", "expand_dims", "multiple_of", "max_contiguous", "max_constancy", "constexpr"])
-        | frozenset(["sum", "max", "min", "cumsum", "static_assert", "device_assert", "debug_barrier"])
+        | frozenset(
+            [
+                "sum",
+                "max",
+                "min",
+                "argmax",
+                "argmin",
+                "cumsum",
+                "exp",
+                "log",
+                "static_assert",
+                "device_assert",
+                "debug_barrier",
+            ]
+        )
     )
     METHODS = frozenset(["to", "cast", "expand_dims", "sum", "max", "min", "cumsum", "store"])
 
@@ -137,45 +151,17 @@ class Language(Operators):
         value = semantic.cast(value, element)
         self.emitter.store(pointer.handle, value.handle, None if mask is None else mask.handle, self._needed_later())
 
-    def sum(self, input: Any, axis: int | None = None, keep_dims: bool = False, dtype: Any = None) -> Any:
-        tile = self.semantic.cast(input, self._sum_type(input, dtype))
-        return self._reduced(tile, axis, keep_dims, self.builder.create_add, 0)
+    def exp(self, x: Any) -> Any:
+        return self._of_floats(self.builder.create_exp, x)
 
-    def max(self, input: Any, axis: int | None = None, keep_dims: bool = False) -> Any:
-        tile = self._at_least_32_bits(input)
-        larger = self.builder.create_maxsi if tile.dtype.is_int_signed() else self.builder.create_maxui
-        return self._reduced(tile, axis, keep_dims, larger, tile.dtype.get_int_min_value())
+    def log(self, x: Any) -> Any:
+        return self._of_floats(self.builder.create_log, x)
 
-    def min(self, input: Any, axis: int | None = None, keep_dims: bool = False) -> Any:
-        tile = self._at_least_32_bits(input)
-        smaller = self.builder.create_minsi if tile.dtype.is_int_signed() else self.builder.create_minui
-        return self._reduced(tile, axis, keep_dims, smaller, tile.dtype.get_int_max_value())
-
-    def cumsum(self, input: Any, axis: int = 0, reverse: bool = False, dtype: Any = None) -> Any:
-        if reverse:
-            raise Unsupported("a reversed cumsum")
-        tile = self.semantic.cast(input, self._sum_type(input, dtype))
-        return tl.tensor(scan(self.builder, tile.handle, _axis(tile, axis), self.builder.create_add), tile.type)
-
-    def _sum_type(self, tile: Any, dtype: Any) -> Any:
-        if not isinstance(tile, tl.tensor) or not tile.dtype.is_int():
-            raise Unsupported("a sum of what are no integers")
-        if dtype is not None:
-            return dtype
-        if tile.dtype.int_bitwidth >= 32:
-            return tile.dtype
-        return tl.int32 if tile.dtype.is_int_signed() else tl.uint32
-
-    def _at_least_32_bits(self, tile: Any) -> Any:
-        if not isinstance(tile, tl.tensor) or not tile.dtype.is_int():
-            raise Unsupported("a maximum of what are no integers")
-        return tile if tile.dtype.int_bitwidth >= 32 else self.semantic.cast(tile, tl.int32)
-
-    def _reduced(self, tile: Any, axis: int | None, keep_dims: bool, combine: Any, initial: int) -> Any:
-        if keep_dims:
-            raise Unsupported("keep_dims")
-        handle = reduce(self.builder, tile.handle, None if axis is None else _axis(tile, axis), combine, initial)
-        return tl.tensor(handle, tl.block_type(tile.dtype, list(handle.shape)) if handle.shape else tile.dtype)
+    def _of_floats(self, function: Callable[[Handle], Handle], x: Any) -> Any:
+        x = self.tensor(x)
+        if not x.dtype.is_floating():
+            raise Unsupported(f"a function of floats of {x.dtype}")
+        return tl.tensor(function(x.handle), x.type)
 
     def _masked(self, pointer: Any, mask: Any) -> tuple[Any, Any]:
         mask = self.tensor(mask)
@@ -195,10 +181,3 @@ class Language(Operators):
         if element == tl.int1:
             return self.semantic.cast(pointer, tl.pointer_type(tl.int8)), tl.int8
         return pointer, element
-
-
-def _axis(tile: Any, axis: Any) -> int:
-    rank = len(tile.handle.shape)
-    if not isinstance(axis, int) or not -rank <= axis < rank:
-        raise Unsupported(f"axis {axis!r} of a tile of rank {rank}")
-    return axis % rank

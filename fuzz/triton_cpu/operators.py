@@ -19,6 +19,7 @@ import triton.language as tl
 from llvmlite import ir
 from triton.language.semantic import TritonSemantic
 
+from fuzz.triton_cpu import floats
 from fuzz.triton_cpu.builder import Builder
 from fuzz.triton_cpu.tiles import INT32, INT64, Scalar, Unsupported
 
@@ -63,6 +64,7 @@ _TENSOR: dict[type, Callable[[TritonSemantic, Any, Any], Any]] = {
     ast.Add: lambda s, x, y: s.add(x, y, False),
     ast.Sub: lambda s, x, y: s.sub(x, y, False),
     ast.Mult: lambda s, x, y: s.mul(x, y, False),
+    ast.Div: lambda s, x, y: s.truediv(x, y),
     ast.FloorDiv: lambda s, x, y: s.floordiv(x, y),
     ast.Mod: lambda s, x, y: s.mod(x, y),
     ast.LShift: lambda s, x, y: s.shl(x, y),
@@ -214,6 +216,9 @@ class Operators:
             if value.handle.shape:
                 raise Unsupported("the truth of a tile")
             lane = self.emitter.lane(value.handle, (), {})
+            if value.dtype.is_floating():
+                floats.check(lane.type)
+                return floats.truth(builder, lane)
         else:
             lane = value.value
         return lane if lane.type.width == 1 else builder.icmp_signed("!=", lane, ir.Constant(lane.type, 0))

@@ -40,7 +40,7 @@ class Unsupported(Exception):
 @dataclass(eq=False)
 class Handle:
     """A value. ``type`` is LLVM's type of one lane; a pointer is an i64 address whose ``pointee`` is what it
-    points to. Floats are carried as integers of their width: they are moved, never computed with."""
+    points to. A float is carried as the integer of its width; ``floats`` computes with it."""
 
     type: Any
     shape: tuple[int, ...]
