@@ -30,6 +30,10 @@ def output_match(view: View) -> Iterator[Violation]:
     for index, request, arm in _arm(view.trace, "no-cache"):
         most = first_hit.get(index) if _may_drift(view) else None
         yield from _same("output-match", "no-cache", request, arm, request.finished != "length", most)
+    if not _may_drift(view):
+        for site in ("async", "ngram"):
+            for _, request, arm in _arm(view.trace, site):
+                yield from _same("output-match", site, request, arm, request.finished != "length")
     yield from dense_match(view)
 
 

@@ -158,7 +158,7 @@ def test_canary(invariant: str, engine: Engine, monkeypatch: pytest.MonkeyPatch)
 def test_the_case_is_clean_on_the_unbroken_model(open_engine: Callable[[str], Engine]) -> None:
     trace = open_engine("cpu").run(DEEP)
     assert judge(trace) == []
-    assert trace.arms.keys() == {"no-cache", "twice", "poison", "alone"}
+    assert trace.arms.keys() == {"no-cache", "twice", "poison", "alone"}  # the others are for the exact probe
     assert sum(outputs is not None for outputs in trace.arms["alone"]) == 3
 
 

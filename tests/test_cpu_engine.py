@@ -51,6 +51,17 @@ def test_an_exact_hit_is_a_cold_run_to_the_bit(cpu: Engine):
     assert not differ(trace)
 
 
+def test_async_scheduling_and_speculation_change_no_bit(cpu: Engine):
+    """Drafts are proposed: the prompt repeats itself, and so do its outputs' predecessors."""
+    again = (("s", 0, 10), ("s", 0, 10))
+    requests = tuple(Request(id=f"r{arrive}", arrive=arrive, prompt=again, max_tokens=6) for arrive in (0, 9))
+    trace = cpu.run(Case(geometry=SIZES, requests=requests, probe=Probe(kind="exact")))
+    assert judge(trace) == []
+    assert trace.admissions[1].hit == 16
+    assert {"async", "ngram"} <= trace.arms.keys()
+    assert all(outputs is not None and len(outputs.tokens) == 6 for outputs in trace.arms["ngram"])
+
+
 def test_a_deep_hit_is_another_run(cpu: Engine):
     trace = cpu.run(change(TWO, Probe(kind="deep")))
     assert judge(trace) == []

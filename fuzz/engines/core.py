@@ -14,6 +14,7 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,19 +26,34 @@ from fuzz.probe.batch import Batch
 from fuzz.probe.recorder import recorder
 from invariants.trace import Geometry, Outputs, Probe
 
+ARM_OPTIONS: dict[str, dict[str, Any]] = {
+    "main": {},
+    "no-cache": {"enable_prefix_caching": False},
+    "async": {"async_scheduling": True},
+    "ngram": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 2,
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": 2,
+        }
+    },
+}
+"""What makes an arm's engine another one: vLLM's engine arguments."""
+
 TOP = 3
 """Most likely tokens whose logprobs are asked for, besides the sampled one's."""
 
 
 class Core:
-    """An EngineCore for some sizes and a probe. ``prefix_caching`` off: the control arm. Raises ``Refused``."""
+    """An EngineCore for some sizes, a probe and an arm of ``ARM_OPTIONS``. Raises ``Refused``."""
 
-    def __init__(self, case: Case, probe: Probe, prefix_caching: bool = True) -> None:
+    def __init__(self, case: Case, probe: Probe, arm: str = "main") -> None:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
 
         self.case_sizes = sizes_of(case, probe)
-        config = _config(case, probe, prefix_caching)
+        config = _config(case, probe, arm)
         try:
             self.engine: Any = EngineCore(config, Executor.get_class(config), log_stats=True)
         except (AssertionError, NotImplementedError, ValueError) as error:
@@ -90,7 +106,7 @@ def _is_window(spec: Any) -> bool:
     return bool(getattr(spec, "sliding_window", None))
 
 
-def _config(case: Case, probe: Probe, prefix_caching: bool) -> Any:
+def _config(case: Case, probe: Probe, arm: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     from fuzz.probe.model import Sizes, hf_config
@@ -107,24 +123,25 @@ def _config(case: Case, probe: Probe, prefix_caching: bool) -> Any:
     with tempfile.TemporaryDirectory(prefix="replaycheck-probe-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(hf_config(sizes, case.max_model_len)))
         try:
-            config = EngineArgs(
-                model=folder,
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                enforce_eager=True,
-                dtype="float32",
-                seed=0,
-                max_model_len=case.max_model_len,
-                max_num_batched_tokens=geometry.max_num_batched_tokens,
-                max_num_seqs=geometry.max_num_seqs,
-                long_prefill_token_threshold=geometry.long_prefill_token_threshold,
-                enable_prefix_caching=prefix_caching,
-                swa_bounded_replay=geometry.replay,
-                num_gpu_blocks_override=geometry.num_blocks,
-                async_scheduling=False,
-                disable_log_stats=False,
-                compilation_config={"mode": 0},
-            ).create_engine_config()
+            options: dict[str, Any] = {
+                "model": folder,
+                "load_format": "dummy",
+                "skip_tokenizer_init": True,
+                "enforce_eager": True,
+                "dtype": "float32",
+                "seed": 0,
+                "max_model_len": case.max_model_len,
+                "max_num_batched_tokens": geometry.max_num_batched_tokens,
+                "max_num_seqs": geometry.max_num_seqs,
+                "long_prefill_token_threshold": geometry.long_prefill_token_threshold,
+                "enable_prefix_caching": True,
+                "swa_bounded_replay": geometry.replay,
+                "num_gpu_blocks_override": geometry.num_blocks,
+                "async_scheduling": False,
+                "disable_log_stats": False,
+                "compilation_config": {"mode": 0},
+            }
+            config = EngineArgs(**options | ARM_OPTIONS[arm]).create_engine_config()
         except (ValueError, NotImplementedError, AssertionError) as error:
             raise Refused(" ".join(str(error).split())[:300] or type(error).__name__) from error
     if not getattr(config, "use_v2_model_runner", False):
@@ -157,7 +174,7 @@ class CoreDriver(Driver):
         )
 
     def advance(self, scheduled: Scheduled, look: Callable[[Scheduled], None]) -> None:
-        """One EngineCore.step(), into which we look before its output is processed."""
+        """One EngineCore step, into which we look before its output is processed."""
         engine, scheduler = self._core.engine, self.scheduler
         execute, update = engine.model_executor.execute_model, scheduler.update_from_output
 
@@ -174,9 +191,14 @@ class CoreDriver(Driver):
         engine.model_executor.execute_model = execute_model
         scheduler.update_from_output = update_from_output
         try:
-            outputs, _ = engine.step()
+            outputs, executed = engine.step_fn()
+            engine.post_step(executed)
         finally:
             del engine.model_executor.execute_model, scheduler.update_from_output
+        if scheduled.output is None:
+            # With async scheduling a step may only put a batch on its way.
+            scheduled.output = SimpleNamespace(total_num_scheduled_tokens=int(executed), num_scheduled_tokens={})
+            return
         self.count(outputs)
         self._collect(outputs)
         self.end_finished(list(scheduled.output.num_scheduled_tokens), scheduled)

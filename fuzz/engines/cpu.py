@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import time
@@ -17,9 +18,9 @@ from msgspec import UNSET
 from fuzz import triton_cpu
 from fuzz.case import Case, Request
 from fuzz.engines import config as vllm_setup
-from fuzz.engines.base import Unavailable
+from fuzz.engines.base import Refused, Unavailable
 from fuzz.engines.core import Core, CoreDriver, sizes_of
-from fuzz.engines.follow import follow, traced_requests
+from fuzz.engines.follow import fault_of, follow, traced_requests
 from fuzz.engines.kv import CacheWatch, Poisoner
 from fuzz.engines.record import StepRecorder
 from fuzz.probe import plugin
@@ -40,7 +41,7 @@ ENVIRONMENT = {
 
 
 class CpuEngine:
-    """See the module. A brisk run has the no-cache arm only; else the case is also run twice, poisoned and alone."""
+    """See the module. A brisk run has the no-cache arm only, a full one all that ``Trace.arms`` tells of."""
 
     name = "cpu"
     has_model = True
@@ -68,7 +69,8 @@ class CpuEngine:
         torch.set_num_threads(1)  # the probe's tensors are too small to share out, and test workers have a core each
         atexit.register(gc.unfreeze)  # EngineCore freezes; nanobind, which Triton is built with, takes that for leaks
         self._vllm_version = str(vllm.__version__)
-        self._cores: dict[bool, Core] = {}
+        self._cores: dict[str, Core] = {}
+        """By arm."""
 
     def versions(self) -> dict[str, str]:
         """See ``Engine.versions``."""
@@ -105,10 +107,15 @@ class CpuEngine:
         for request, outputs in zip(trace.requests, driver.results(), strict=True):
             request.outputs = outputs
         _check_numbers(trace)
+        if not trace.faults:
+            try:
+                self._arms(case, probe, trace, brisk)
+            except (Refused, Unavailable):
+                raise
+            except Exception as error:
+                trace.faults.append(fault_of(error, trace.steps[-1].index))
         if trace.faults:
             self._drop()
-        else:
-            self._arms(case, probe, trace, brisk)
         trace.interpreted = triton_cpu.fallbacks_since(before)
         trace.seconds = time.perf_counter() - started
         return trace
@@ -122,15 +129,20 @@ class CpuEngine:
 
     def _arms(self, case: Case, probe: Probe, trace: Trace, brisk: bool) -> None:
         plain = msgspec.structs.replace(case, events=())
-        trace.arms["no-cache"] = list(self._again(plain, probe, prefix_caching=False))
+        trace.arms["no-cache"] = list(self._again(plain, probe, "no-cache"))
         if not brisk:
+            if probe.kind == "exact" or not case.geometry.replay:
+                # Others may be hit then, and deep hits differ.
+                for arm in ("async", "ngram"):
+                    with contextlib.suppress(Refused):
+                        trace.arms[arm] = list(self._again(plain, probe, arm))
             trace.arms["twice"] = list(self._again(case, probe))
             trace.arms["poison"] = list(self._again(case, probe, poison=True))
             trace.arms["alone"] = self._alone(case, probe, trace)
 
-    def _again(self, case: Case, probe: Probe, prefix_caching: bool = True, poison: bool = False) -> list[Outputs]:
+    def _again(self, case: Case, probe: Probe, arm: str = "main", poison: bool = False) -> list[Outputs]:
         """The outputs of a run in which nobody looks on."""
-        core = self._core(case, probe, prefix_caching)
+        core = self._core(case, probe, arm)
         driver = CoreDriver(case, core, Poisoner(core, case.geometry.window) if poison else None)
         driver.run(lambda _: None)
         recorder.take()
@@ -169,14 +181,14 @@ class CpuEngine:
         outputs.hit = driver.metrics["prefix_cache_hits"]
         return outputs
 
-    def _core(self, case: Case, probe: Probe, prefix_caching: bool = True) -> Core:
+    def _core(self, case: Case, probe: Probe, arm: str = "main") -> Core:
         """An empty engine of the case's sizes: the last one, if it can be used again."""
-        core = self._cores.pop(prefix_caching, None)
+        core = self._cores.pop(arm, None)
         if core and (core.case_sizes != sizes_of(case, probe) or not core.empty()):
             core.close()
             core = None
-        core = core or Core(case, probe, prefix_caching)
-        self._cores[prefix_caching] = core
+        core = core or Core(case, probe, arm)
+        self._cores[arm] = core
         return core
 
     def _drop(self) -> None:

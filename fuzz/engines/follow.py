@@ -48,18 +48,18 @@ def follow(
     try:
         driver.run(look)
         trace.final = _final(driver.scheduler.kv_cache_manager.block_pool)
-    except Hung as hang:
-        trace.faults.append(Fault("hang", driver.step, str(hang)))
     except Disagreement as disagreement:
         trace.faults.append(Fault("exception", driver.step, str(disagreement), "the worker's batch"))
     except Exception as error:
-        trace.faults.append(_fault(error, driver.step))
+        trace.faults.append(fault_of(error, driver.step))
     for request, output, end in zip(trace.requests, driver.outputs, driver.ends, strict=True):
         request.output, request.finished = output, end
 
 
-def _fault(error: Exception, step: int) -> Fault:
+def fault_of(error: Exception, step: int) -> Fault:
     """What vLLM raised. An error that did not come out of an installed package is ours, and goes on its way."""
+    if isinstance(error, Hung):
+        return Fault("hang", step, str(error))
     frame = traceback.extract_tb(error.__traceback__)[-1]
     package, _, place = frame.filename.rpartition("site-packages/")
     if not package and Path(frame.filename).parent.name == "probe":
