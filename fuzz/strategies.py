@@ -217,6 +217,8 @@ def with_probe(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
 
 def _add_probe(case: Case, probe: Probe, asks: int | None) -> Case:
     """``asks``: which request asks for prompt logprobs, from the end."""
+    if probe.kind == "deep" and probe.layers == 1:
+        probe = msgspec.structs.replace(probe, layers=2)  # one layer sees the same window either way
     if case.geometry.block_size % probe.compress_ratio:
         probe = msgspec.structs.replace(probe, compress_ratio=1)
     requests = list(case.requests)
