@@ -1,132 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
-"""The compiled executor against Triton's interpreter: same memory, byte for byte.
-
-Every tensor of a test lives in one arena with guard bytes around it. A launch runs on the arena under the interpreter,
-then on the same bytes compiled, so a stray write, a missing write and a wrong value are all a difference.
-"""
-
-# ruff: noqa: E402 - Triton and vLLM are imported after prepare()
+"""The compiled executor against Triton's interpreter: same memory, byte for byte."""
 
 from __future__ import annotations
 
-import importlib
+from launches import BOOL, I32, I64, Arena, agree, compiled, fuzzed, interpreting
+
+# isort: split
+
 import importlib.util
 import inspect
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-for _needed in ("torch", "triton", "llvmlite"):
-    if importlib.util.find_spec(_needed) is None:
-        pytest.skip(f"{_needed} is not installed", allow_module_level=True)
-
-from fuzz.triton_cpu import fallbacks, install, prepare, uninstall
-
-if prepare("compiled") == "gpu":
-    pytest.skip("Triton's kernels run on a GPU here", allow_module_level=True)
-
 import torch
 import triton
 import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
 from triton.runtime.errors import InterpreterError
-from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
+from triton.runtime.interpreter import InterpretedFunction
 
+from fuzz.triton_cpu import fallbacks, install, prepare, uninstall
 from fuzz.triton_cpu.executor import KernelFallback
 
-I32, I64, BOOL = torch.int32, torch.int64, torch.bool
-GUARD = 64
-fuzzed = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)
 def interpreter() -> Iterator[None]:
-    """Tests start under the interpreter, and leave what an engine of this process had installed."""
-    before = InterpretedFunction.run
-    uninstall()
-    yield
-    InterpretedFunction.run = before
-
-
-@pytest.fixture(autouse=True)
-def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.9.0's interpreter makes integers of a scalar comparison that is spread over a tile, and then refuses
-    it as a mask (``_gather_lookback_kernel`` cannot run there at all)."""
-    splat = InterpreterBuilder.create_splat
-
-    def create_splat(self: Any, type_: Any, arg: Any) -> Any:
-        handle = splat(self, type_, arg)
-        if arg.data.dtype == np.bool_:
-            handle.data = handle.data.astype(np.bool_)
-        return handle
-
-    monkeypatch.setattr(InterpreterBuilder, "create_splat", create_splat)
-
-
-class Arena:
-    """Memory for the tensors of one test, filled with random bytes in between."""
-
-    def __init__(self, seed: int = 0, size: int = 1 << 18) -> None:
-        self.random = np.random.default_rng(seed)
-        self.bytes = torch.from_numpy(self.random.integers(0, 256, size, dtype=np.uint8))
-        self._used = GUARD
-
-    def put(self, values: Any, dtype: torch.dtype = I32) -> torch.Tensor:
-        """A tensor with these values."""
-        values = torch.as_tensor(np.asarray(values)).to(dtype)
-        tensor = self.empty(values.shape, dtype)
-        tensor.copy_(values)
-        return tensor
-
-    def empty(self, shape: Any, dtype: torch.dtype = I32) -> torch.Tensor:
-        """A tensor with random bytes in it."""
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        size = int(np.prod(shape)) * dtype.itemsize
-        start, self._used = self._used, self._used + (size + 15) // 16 * 16 + GUARD
-        assert self._used <= len(self.bytes)
-        return self.bytes[start : start + size].view(dtype).view(shape)
-
-    def ints(self, low: int, high: int, shape: Any, dtype: torch.dtype = I32) -> torch.Tensor:
-        """A tensor of random numbers in low..high."""
-        return self.put(self.random.integers(low, high + 1, shape), dtype)
-
-
-@contextmanager
-def compiled() -> Iterator[None]:
-    """Launches inside are compiled, and none may fall back."""
-    before = dict(fallbacks)
-    install()
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", KernelFallback)
-            yield
-    finally:
-        uninstall()
-    assert dict(fallbacks) == before, [str(warning.message) for warning in caught]
-
-
-def agree(arena: Arena, launch: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Assert that the launch leaves the same bytes, and returns the same tensors, either way."""
-    before = arena.bytes.clone()
-    wanted = launch(*args, **kwargs)
-    want = arena.bytes.clone()
-    arena.bytes.copy_(before)
-    with compiled():
-        got = launch(*args, **kwargs)
-    different = torch.nonzero(arena.bytes != want).flatten().tolist()
-    assert not different, f"{len(different)} bytes differ, the first at {different[0]}"
-    if isinstance(wanted, torch.Tensor):
-        wanted, got = (wanted,), (got,)
-    for one, other in zip(wanted or (), got or (), strict=True):
-        assert torch.equal(one, other)
+    with interpreting():
+        yield
 
 
 # vLLM's kernels
