@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from fuzz import corpus, run
 from fuzz.case import Case, Request
+from fuzz.engines import child
 from fuzz.engines.base import Engine, Refused, Unavailable
 from fuzz.engines.child import ChildEngine
 from invariants.trace import Geometry
@@ -35,6 +39,14 @@ def case(how: str) -> Case:
 def mortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChildEngine]:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     engine = ChildEngine("mortal_engine:Mortal", seconds=3)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def bad(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChildEngine]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    engine = ChildEngine("bad_engine:Bad", seconds=3)
     yield engine
     engine.close()
 
@@ -69,7 +81,7 @@ def test_a_death_is_a_finding(
     monkeypatch.setattr(corpus, "ROOT", tmp_path)
     first = pid(mortal)
     judged = run.run_case(mortal, case(how))
-    assert judged.keys == [("no-fault", site)]
+    assert [(found.invariant, found.site) for found in judged.violations] == [("no-fault", site)]
     message = judged.violations[0].message
     assert words in message
     if "out of memory" not in site:
@@ -84,6 +96,71 @@ def test_a_hang_says_where(mortal: ChildEngine):
     message = run.run_case(mortal, case("hang")).violations[0].message
     assert "mortal_engine.py" in message
     assert "in misbehave" in message
+
+
+def test_a_hang_below_a_deep_stack_says_where(bad: ChildEngine):
+    """The dump has 90 frames and another thread's before it, which hangs in vLLM too."""
+    (found,) = run.run_case(bad, case("deep")).violations
+    assert found.site == "hang in vllm/v1/deep.py, bottom"
+    assert "in bottom" in found.message
+    assert found.message.count("\n") < 60
+
+
+def test_a_death_is_seen_though_a_forked_process_holds_the_pipe(bad: ChildEngine):
+    started = time.monotonic()
+    assert run.run_case(bad, case("orphan")).keys == [("no-fault", "signal in SIGKILL")]
+    assert time.monotonic() - started < 2.5  # the watchdog's 3 s have not passed
+    pid(bad)
+
+
+def test_a_closed_pipe_of_a_living_child_is_no_deadlock(bad: ChildEngine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(child, "END_SECONDS", 0.5)
+    first = pid(bad)
+    assert run.run_case(bad, case("closes")).keys == [("no-fault", "exception in closed pipe")]
+    assert gone(first)
+    pid(bad)
+
+
+@pytest.mark.parametrize(("how", "words"), [("garbage", "not a frame"), ("too-long", "a frame of 4294967295 bytes")])
+def test_garbage_is_our_own_failure(how: str, words: str, bad: ChildEngine):
+    first = pid(bad)
+    (found,) = run.run_case(bad, case(how)).violations
+    assert found.invariant == run.OWN_FAULT
+    assert words in found.message
+    assert pid(bad) != first
+
+
+def test_what_is_said_to_be_no_memory_left_but_is_not(bad: ChildEngine):
+    (found,) = run.run_case(bad, case("os-error")).violations
+    assert found.invariant == run.OWN_FAULT
+
+
+def test_an_interrupted_case_does_not_answer_for_the_next(bad: ChildEngine, monkeypatch: pytest.MonkeyPatch):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            bad.run(case("slow"))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert [request.id for request in bad.run(case("live")).requests] == ["live", "same"]
+
+
+def test_a_case_that_cannot_be_read_is_no_fault_of_vllm(bad: ChildEngine):
+    twice = case("live").requests[:1] * 2
+    (found,) = run.run_case(bad, msgspec.structs.replace(case("live"), requests=twice)).violations
+    assert found.invariant == run.OWN_FAULT
+    assert "a second request is called 'live'" in found.message
+
+
+def test_output_without_line_ends_is_not_kept(bad: ChildEngine):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    bad.run(case("flood"))  # 200 MiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # KiB
 
 
 def test_one_child_for_many_cases(mortal: ChildEngine):
@@ -167,13 +244,13 @@ def same(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("name", ["scheduler", "cpu"])
 def test_a_real_engine_gives_the_same_trace_and_survives_a_kill(name: str, open_engine: Callable[[str], Engine]):
     inside = open_engine(name)
-    child = ChildEngine(name)
+    apart = ChildEngine(name)
     try:
         wanted = inside.run(case("r"))
-        same(child.run(case("r")), wanted)
-        assert child._child is not None
-        child._child._process.kill()
-        assert run.run_case(child, case("r")).keys == [("no-fault", "signal in SIGKILL")]
-        same(child.run(case("r")), wanted)
+        same(apart.run(case("r")), wanted)
+        assert apart._child is not None
+        apart._child._process.kill()
+        assert run.run_case(apart, case("r")).keys == [("no-fault", "signal in SIGKILL")]
+        same(apart.run(case("r")), wanted)
     finally:
-        child.close()
+        apart.close()

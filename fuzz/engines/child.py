@@ -24,6 +24,8 @@ from collections import deque
 from importlib import import_module
 from typing import Any
 
+import msgspec
+
 from fuzz.case import Case, decode, encode
 from fuzz.engines import load, wire
 from fuzz.engines.base import Engine, Refused, Unavailable
@@ -32,8 +34,15 @@ from invariants.trace import Fault, Trace
 
 CASE_SECONDS = 300.0
 START_SECONDS = 300.0
+END_SECONDS = 10.0
+"""From closed pipes to the end of the process."""
 LOG_LINES = 40
+"""Shown of a child's output; ``DUMP_LINES`` are kept, since a dump of many threads is longer."""
+DUMP_LINES = 2000
 _FRAME = re.compile(r'File "[^"]*site-packages/(vllm/[^"]+)", line \d+ in (\S+)')
+_MAIN_THREAD = "Current thread 0x"
+"""How faulthandler heads the stack of the thread that got the signal, innermost frame first."""
+_DUMPED = re.compile(r'Thread 0x|  File "|$')
 
 
 class ChildFailure(RuntimeError):
@@ -65,7 +74,7 @@ class ChildEngine:
         child = self._running()
         started = time.monotonic()
         try:
-            child.send(wire.Order(encode(case), brisk))
+            child.send(wire.Order(encode(case), brisk), started + self._seconds)
             answer = child.receive(started + self._seconds)
             if isinstance(answer, wire.Ran):
                 return wire.decode_trace(answer.trace)
@@ -73,6 +82,10 @@ class ChildEngine:
             fault = child.death()
         except wire.Late:
             fault = child.hang(self._seconds)
+        except BaseException:
+            # Interrupted, or what came was no answer: its next answer would be taken for that of another case.
+            self.close()
+            raise
         else:
             if answer.kind == "refused":
                 raise Refused(answer.message)
@@ -122,7 +135,7 @@ class _Child:
         )
         os.close(orders)
         os.close(answers)
-        self._log: deque[str] = deque(maxlen=LOG_LINES)
+        self._log: deque[str] = deque(maxlen=DUMP_LINES)
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
         try:
@@ -130,20 +143,27 @@ class _Child:
         except (wire.Closed, wire.Late) as problem:
             fault = self.death() if isinstance(problem, wire.Closed) else self.hang(START_SECONDS)
             raise Unavailable(f"its process did not start: {fault.message.splitlines()[-1]}") from problem
+        except BaseException:
+            self.kill()
+            raise
         if not isinstance(answer, wire.Ready):
             self.kill()
             raise Unavailable(answer.message)
         self.ready = answer
 
-    def send(self, message: Any) -> None:
-        wire.send(self._orders, message)
+    def send(self, message: Any, deadline: float) -> None:
+        wire.send(self._orders, message, deadline)
 
     def receive(self, deadline: float) -> Any:
-        return wire.receive(self._answers, wire.Answer, deadline)
+        return wire.receive(self._answers, wire.Answer, deadline, lambda: self._process.poll() is None)
 
     def death(self) -> Fault:
         """How it ended, with its last words."""
-        code = self._process.wait()
+        try:
+            code = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return Fault("exception", -1, f"vLLM's process closed its pipes and lived on{self._tail()}", "closed pipe")
         self.kill()
         if code >= 0:
             return Fault("exception", -1, f"vLLM's process ended by itself with exit code {code}{self._tail()}", "exit")
@@ -157,9 +177,13 @@ class _Child:
             self._process.send_signal(signal.SIGUSR1)  # faulthandler writes every thread's stack
         time.sleep(1)
         self.kill()
-        tail = self._tail()
-        at = _FRAME.search(tail)
-        message = f"vLLM gave no answer in {seconds:g} s{tail}"
+        lines = list(self._log)
+        start = max((number for number, line in enumerate(lines) if line.startswith(_MAIN_THREAD)), default=None)
+        before = lines if start is None else [line for line in lines[:start] if not _DUMPED.match(line)]
+        stack = [] if start is None else lines[start:]
+        at = _FRAME.search("\n".join(stack or lines))
+        shown = _quoted(before[-LOG_LINES // 2 :] + stack[:LOG_LINES])
+        message = f"vLLM gave no answer in {seconds:g} s{shown}"
         return Fault("hang", -1, message, f"{at.group(1)}, {at.group(2)}" if at else "")
 
     def kill(self) -> None:
@@ -176,12 +200,17 @@ class _Child:
             self._process.stdout.close()
 
     def _tail(self) -> str:
-        return "".join(f"\n    | {line}" for line in self._log) if self._log else ""
+        return _quoted(list(self._log)[-LOG_LINES:])
 
     def _read_log(self) -> None:
-        if self._process.stdout:
-            for line in self._process.stdout:
-                self._log.append(line.decode(errors="replace").rstrip()[:300])
+        output = self._process.stdout
+        # In pieces, since what has no line ends would be kept whole.
+        while output and (piece := output.readline(1 << 12)):
+            self._log.append(piece.decode(errors="replace").rstrip()[:300])
+
+
+def _quoted(lines: list[str]) -> str:
+    return "".join(f"\n    | {line}" for line in lines)
 
 
 def main(target: str, orders: int, answers: int) -> None:
@@ -200,14 +229,12 @@ def main(target: str, orders: int, answers: int) -> None:
     with contextlib.suppress(wire.Closed):
         while True:
             order = wire.receive(orders, wire.Order)
-            wire.send(answers, _answer(engine, decode(order.case), order.brisk))
+            wire.send(answers, _answer(engine, order))
 
 
-def _answer(engine: Engine, case: Case, brisk: bool) -> wire.Ran | wire.Failed:
-    import msgspec
-
+def _answer(engine: Engine, order: wire.Order) -> wire.Ran | wire.Failed:
     try:
-        return wire.Ran(msgspec.Raw(wire.encode_trace(engine.run(case, brisk))))
+        return wire.Ran(msgspec.Raw(wire.encode_trace(engine.run(decode(order.case), order.brisk))))
     except Refused as error:
         return wire.Failed("refused", str(error))
     except Unavailable as error:
@@ -216,7 +243,8 @@ def _answer(engine: Engine, case: Case, brisk: bool) -> wire.Ran | wire.Failed:
         return wire.Failed("memory", f"MemoryError: {error}")
     except Exception as error:
         text = "".join(traceback.format_exception(error)).rstrip()
-        return wire.Failed("memory" if "allocate memory" in str(error) else "own", text)
+        memory = isinstance(error, RuntimeError) and "allocate memory" in str(error)
+        return wire.Failed("memory" if memory else "own", text)
 
 
 def _open(target: str) -> Engine:

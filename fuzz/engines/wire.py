@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import struct
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -21,7 +23,11 @@ _LENGTH = struct.Struct("<I")
 
 
 class Closed(Exception):
-    """The other side has closed the pipe, or sent what is no frame."""
+    """The other side has closed the pipe, or is dead."""
+
+
+class Garbled(Exception):
+    """What came is no frame, or no trace."""
 
 
 class Late(Exception):
@@ -60,7 +66,8 @@ Answer = Ready | Ran | Failed
 
 
 def _encode_other(value: Any) -> Any:
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+    # kind V: records, of which dtype.str does not tell the fields.
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.dtype.kind != "V":
         return {"dtype": value.dtype.str, "shape": value.shape, "data": np.ascontiguousarray(value).tobytes()}
     if isinstance(value, np.generic):
         return value.item()
@@ -82,43 +89,65 @@ def encode_trace(trace: Trace) -> bytes:
 
 
 def decode_trace(data: bytes | msgspec.Raw) -> Trace:
-    """Raises ``Closed`` for what is no trace."""
+    """Raises ``Garbled`` for what is no trace."""
     try:
         return _trace_decoder.decode(data)
     except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
-        raise Closed(f"not a trace: {error}") from error
+        raise Garbled(f"not a trace: {error}") from error
 
 
-def send(pipe: int, message: Any) -> None:
-    """Write one frame to a file descriptor. Raises ``Closed``."""
+def send(pipe: int, message: Any, deadline: float = math.inf) -> None:
+    """Write one frame to a file descriptor; ``deadline`` of ``time.monotonic``. Raises ``Closed`` and ``Late``."""
     data = _encoder.encode(message)
+    if len(data) > MAX_FRAME:
+        raise ValueError(f"a frame of {len(data)} bytes; at most {MAX_FRAME} can be sent")
     view = memoryview(_LENGTH.pack(len(data)) + data)
     try:
         while view:
-            view = view[os.write(pipe, view) :]
+            while not _wait(pipe, select.POLLOUT, deadline):
+                pass
+            # No more than a pipe that is ready is sure to take, or the write blocks and the deadline passes.
+            view = view[os.write(pipe, view[: select.PIPE_BUF]) :]
     except BrokenPipeError as error:
         raise Closed("nobody reads") from error
 
 
-def receive(pipe: int, wanted: Any, deadline: float | None = None) -> Any:
-    """Read one frame of a type; ``deadline`` of ``time.monotonic``. Raises ``Closed`` and ``Late``."""
-    (length,) = _LENGTH.unpack(_read(pipe, _LENGTH.size, deadline))
+def receive(pipe: int, wanted: Any, deadline: float = math.inf, alive: Callable[[], bool] = lambda: True) -> Any:
+    """Read one frame of a type; ``deadline`` of ``time.monotonic``. Raises ``Closed``, ``Garbled`` and ``Late``.
+
+    ``alive``: whether the other side lives. A process that it forked may hold the pipe open when it does not.
+    """
+    (length,) = _LENGTH.unpack(_read(pipe, _LENGTH.size, deadline, alive))
     if length > MAX_FRAME:
-        raise Closed(f"a frame of {length} bytes")
+        raise Garbled(f"a frame of {length} bytes")
     try:
-        return msgspec.msgpack.decode(_read(pipe, length, deadline), type=wanted)
-    except msgspec.DecodeError as error:
-        raise Closed(f"not a frame: {error}") from error
+        return msgspec.msgpack.decode(_read(pipe, length, deadline, alive), type=wanted)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Garbled(f"not a frame: {error}") from error
 
 
-def _read(pipe: int, count: int, deadline: float | None) -> bytes:
+def _read(pipe: int, count: int, deadline: float, alive: Callable[[], bool]) -> bytes:
     parts = bytearray()
     while len(parts) < count:
-        wait = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not select.select([pipe], [], [], wait)[0]:
-            raise Late
+        living = alive()  # asked first: what it wrote before it died is still read
+        if not _wait(pipe, select.POLLIN, deadline, 0.5 if living else 0.0):
+            if not living:
+                raise Closed("the other side is dead")
+            continue
         part = os.read(pipe, min(count - len(parts), 1 << 20))
         if not part:
             raise Closed("end of file")
         parts += part
     return bytes(parts)
+
+
+def _wait(pipe: int, what: int, deadline: float, seconds: float = 0.5) -> bool:
+    """Whether the pipe gets ready, or is closed, within ``seconds``. Raises ``Late``."""
+    left = deadline - time.monotonic()
+    poll = select.poll()  # select.select takes no descriptor above 1023
+    poll.register(pipe, what)
+    if poll.poll(1000 * max(0.0, min(left, seconds))):
+        return True
+    if left <= 0:
+        raise Late
+    return False
