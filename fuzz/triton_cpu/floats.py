@@ -3,7 +3,7 @@
 """Arithmetic of float32 and float64. A float is carried as the integer of its width; only here is it a number.
 
 Nothing is contracted, reordered or flushed to zero, so every operation and cast has the bits that NumPy gives under the
-interpreter, but for the payload of a NaN and for the sign of ``maximum(0.0, -0.0)`` (NumPy's depends on the lane; here
+interpreter, but for the bits of a NaN and for the sign of ``maximum(0.0, -0.0)`` (NumPy's depends on the lane; here
 the first operand wins). ``exp`` and ``log`` are those of libm in double, rounded to float32: within half an ulp and a
 ten-millionth. Over all float32 numbers NumPy 2.3 differs by up to 3 ulp (``exp``) and 4 ulp (``log``), torch 2.13 by 1.
 Two-byte floats are ``Unsupported``: half and bfloat16 are one LLVM type here.
