@@ -206,6 +206,42 @@ def test_prompt_logprobs_token_ids(seed: int, rows: int, longest: int) -> None:
     )
 
 
+@fuzzed
+@given(seeds, st.integers(1, 3), st.sampled_from([0.0, 0.7, None]))
+def test_rejection_sample(seed: int, rows: int, temperature: float | None) -> None:
+    """Which drafts of an n-gram speculator are accepted, and what is sampled after them. Philox decides; the chance
+    that ulps of a logarithm turn a decision is below 1e-5."""
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+
+    arena, vocab, steps, states = Arena(seed), 40, 3, rows + 1
+    counts = arena.random.integers(0, steps + 1, rows) + 1
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    total = int(starts[-1])
+    values = arena.put(arena.random.normal(0, 2, (total, vocab)), F32)
+    index = arena.random.permutation(states)[:rows]
+    drafts = values.argmax(dim=1).roll(1).numpy()
+    drafts = np.where(arena.random.random(total) < 0.3, arena.random.integers(-1, vocab, total), drafts)
+    choices = [0.0, 0.7] if temperature is None else [temperature]
+    arguments = (
+        *(values, None, arena.put(drafts, I64), arena.put(starts), arena.ints(0, 1 << 40, total, I64)),
+        *(arena.put(index), arena.put(np.repeat(index, counts)), arena.put(np.concatenate([*map(np.arange, counts)]))),
+        *(arena.put(arena.random.choice(choices, states), F32), arena.ints(-(2**62), 2**62, states, I64), steps),
+    )
+
+    def launch() -> list[torch.Tensor]:
+        sampled, lengths = rejection_sample(*arguments)
+        return [lengths, *(row[:length] for row, length in zip(sampled, lengths.tolist(), strict=True))]
+
+    agree(arena, launch)
+    if temperature == 0.0:
+        with compiled():
+            lengths = launch()[0].tolist()
+        best = values.argmax(dim=1).tolist()
+        for start, count, length in zip(starts[:-1].tolist(), counts.tolist(), lengths, strict=True):
+            right = [drafts[start + i + 1] == best[start + i] for i in range(count - 1)]
+            assert length == (right.index(False) if False in right else count - 1) + 1
+
+
 def test_a_row_does_not_know_its_batch() -> None:
     from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
@@ -409,6 +445,38 @@ def test_exp_and_log(seed: int, dtype: torch.dtype) -> None:
             _transcendental[(1,)](values, out, n)
         exact = np.exp(values.numpy().astype(np.float64)), np.log(values.numpy().astype(np.float64))
         assert within(0)(out.numpy(), np.array(exact).astype(np.float32)).all()
+
+
+@triton.jit
+def _random(seeds, places, out, n: tl.constexpr):
+    lane = tl.arange(0, n)
+    seed, place = tl.load(seeds), tl.load(places + lane)
+    tl.store(out + lane, tl.rand(seed, place))
+    tl.store(out + n + lane, tl.rand(seed, place.to(tl.int32)))
+
+
+@fuzzed
+@given(seeds)
+def test_philox(seed: int) -> None:
+    arena, n = Arena(seed), 16
+    places = arena.ints(-(2**62), 2**62, n, I64)
+    agree(arena, _random[(1,)], arena.ints(-(2**62), 2**62, 1, I64), places, arena.empty(2 * n, F32), n)
+
+
+@triton.jit
+def _high(a, b, out, n: tl.constexpr):
+    lane = tl.arange(0, n)
+    tl.store(out + lane, tl.umulhi(tl.load(a + lane), tl.load(b + lane)))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint32, torch.uint64])
+def test_the_high_half_of_a_product(dtype: torch.dtype) -> None:
+    arena, most = Arena(), torch.iinfo(dtype).max
+    a, b, out = (arena.empty(4, dtype) for _ in range(3))
+    a.copy_(torch.tensor([0, 1, most, most // 2 + 1], dtype=dtype))
+    b.copy_(torch.tensor([most, most, most, 6], dtype=dtype))
+    agree(arena, _high[(1,)], a, b, out, 4)
+    assert out.tolist() == [0, 0, most - 1, 3]
 
 
 # what is not translated

@@ -74,6 +74,14 @@ def _shift(kind: str) -> Callable[..., Any]:
     return emit
 
 
+def _high_half(b: Any, x: Any, y: Any) -> Any:
+    """The upper half of the product of two unsigned numbers."""
+    width = x.type.width
+    wide = ir.IntType(2 * width)
+    product = b.mul(b.zext(x, wide), b.zext(y, wide))
+    return b.trunc(b.lshr(product, ir.Constant(wide, width)), x.type)
+
+
 def _pick(comparison: str, signed: bool) -> Callable[..., Any]:
     def emit(b: Any, x: Any, y: Any) -> Any:
         return b.select((b.icmp_signed if signed else b.icmp_unsigned)(comparison, x, y), x, y)
@@ -108,6 +116,7 @@ _WIDE_ONLY: dict[str, tuple[str, Callable[..., Any]]] = {
     "create_shl": ("shl", _shift("shl")),
     "create_ashr": ("ashr", _shift("ashr")),
     "create_lshr": ("lshr", _shift("lshr")),
+    "create_umulhi": ("umulhi", _high_half),
 }
 """Not for booleans: NumPy computes those in wider types of its own choosing."""
 _COMPARISONS: dict[str, tuple[str, Callable[..., Any]]] = {

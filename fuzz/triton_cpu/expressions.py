@@ -229,7 +229,8 @@ class Expressions:
                 # The operands are computed, so all that a store must not change is what comes after it.
                 self.frame.live = self.frame.source.liveness.after[statement]
             return function.method(*function.first, *args, **kwargs)
-        if not known(function) or function not in _CALLABLE or not all(known(value) for value in values):
+        callable_ = function in _CALLABLE or isinstance(getattr(function, "__self__", None), tl.dtype)
+        if not known(function) or not callable_ or not all(known(value) for value in values):
             raise Unsupported(f"a call of {getattr(function, '__name__', function)!s}")
         return plain(function(*args, **kwargs))
 

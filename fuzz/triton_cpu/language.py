@@ -10,6 +10,7 @@ are named and ordered as Triton's. Import only once Triton is in interpreter mod
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,21 +28,8 @@ class Language(Totals):
     NAMES = (
         frozenset(["program_id", "num_programs", "arange", "load", "store", "where", "minimum", "maximum", "full"])
         | frozenset(["zeros", "cast", "expand_dims", "multiple_of", "max_contiguous", "max_constancy", "constexpr"])
-        | frozenset(
-            [
-                "sum",
-                "max",
-                "min",
-                "argmax",
-                "argmin",
-                "cumsum",
-                "exp",
-                "log",
-                "static_assert",
-                "device_assert",
-                "debug_barrier",
-            ]
-        )
+        | frozenset(["sum", "max", "min", "argmax", "argmin", "cumsum", "exp", "log", "add", "mul", "umulhi"])
+        | frozenset(["to_tensor", "static_assert", "device_assert", "debug_barrier"])
     )
     METHODS = frozenset(["to", "cast", "expand_dims", "sum", "max", "min", "cumsum", "store"])
 
@@ -76,10 +64,26 @@ class Language(Totals):
     def maximum(self, x: Any, y: Any) -> Any:
         return self.semantic.maximum(self.number(x, y), self.number(y, x), tl.PropagateNan.NONE)
 
-    def cast(self, input: Any, dtype: Any) -> Any:
-        return self.semantic.cast(self.tensor(input), dtype)
+    def cast(self, input: Any, dtype: Any, *, bitcast: bool = False) -> Any:
+        input = self.tensor(input)
+        return self.semantic.bitcast(input, dtype) if bitcast else self.semantic.cast(input, dtype)
 
     to = cast
+
+    def to_tensor(self, x: Any) -> Any:
+        return self.tensor(x)
+
+    def add(self, x: Any, y: Any, sanitize_overflow: bool = True) -> Any:  # noqa: ARG002 - not without debug
+        return self.operate(ast.Add, x, y)
+
+    def mul(self, x: Any, y: Any, sanitize_overflow: bool = True) -> Any:  # noqa: ARG002
+        return self.operate(ast.Mult, x, y)
+
+    def umulhi(self, x: Any, y: Any) -> Any:
+        x, y = self.semantic.binary_op_type_checking_impl(self.number(x, y), self.number(y, x))
+        if not x.dtype.is_int() or x.dtype.int_bitwidth < 32:
+            raise Unsupported(f"umulhi of {x.dtype}")
+        return tl.tensor(self.builder.create_umulhi(x.handle, y.handle), x.type)
 
     def expand_dims(self, input: Any, axis: int) -> Any:
         rank = len(input.shape) + 1
