@@ -82,7 +82,7 @@ class TestRunCase:
         assert "ZeroDivisionError" in run_case(fake_engine.Clean(), make(30)).violations[0].message
 
     def test_unknown_and_missing_engines(self, monkeypatch: pytest.MonkeyPatch):
-        with pytest.raises(CannotRun, match="no engine is called 'nope'; there are: scheduler"):
+        with pytest.raises(CannotRun, match=r"no engine is called 'nope'; there are: .*scheduler"):
             run.open_engine("nope")
         monkeypatch.setitem(ENGINES, "missing", "fake_engine:Missing")
         with pytest.raises(CannotRun, match="engine 'missing' cannot run here: this machine has no such accelerator"):
