@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import struct
@@ -13,8 +14,10 @@ import time
 from collections.abc import Callable
 
 import mortal_engine
+import numpy as np
 
 from fuzz.case import Case
+from fuzz.engines import wire
 from invariants.trace import Trace
 
 
@@ -44,13 +47,42 @@ class Bad(mortal_engine.Mortal):
             case "flood":
                 for _ in range(200):
                     os.write(1, b"x" * (1 << 20))
+            case "busy":  # in C, with the interpreter's lock held
+                sum(range(1 << 62))
+            case "absurd":
+                np.ones(1 << 50)
+            case "gpu-memory":
+                raise RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB")
+            case "unflushed":
+                print("last words")
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "nameless":
+                os.kill(os.getpid(), signal.SIGRTMIN + 5)
+            case "deep-death":
+                self._sink(60, signal.SIGSEGV)
+            case "vast":
+                wire.MAX_TRACE = 100
             case "os-error":
                 raise OSError("cannot allocate memory in static TLS block")
 
-    def _sink(self, frames: int) -> None:
+    def _sink(self, frames: int, death: signal.Signals | None = None) -> None:
         if not frames:
+            if death:
+                innermost(death)
             _vllm_function("bottom")()
-        self._sink(frames - 1)
+        self._sink(frames - 1, death)
+
+
+def innermost(death: signal.Signals) -> None:
+    os.kill(os.getpid(), death)
+
+
+class Elsewhere(mortal_engine.Mortal):
+    """Says which vLLM it would import."""
+
+    def versions(self) -> dict[str, str]:
+        spec = importlib.util.find_spec("vllm")
+        return {"vllm": str(spec and spec.origin)}
 
 
 def _vllm_function(name: str) -> Callable[[], None]:

@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,7 +68,7 @@ def gone(number: int) -> bool:
 @pytest.mark.parametrize(
     ("how", "site", "words"),
     [
-        ("SIGKILL", "signal in SIGKILL", "what the kernel sends when memory runs out"),
+        ("SIGKILL", "signal in SIGKILL", "ended by SIGKILL"),
         ("SIGABRT", "signal in SIGABRT", "ended by SIGABRT"),
         ("SIGSEGV", "signal in SIGSEGV", "ended by SIGSEGV"),
         ("exit", "exception in exit", "exit code 3"),
@@ -104,6 +106,87 @@ def test_a_hang_below_a_deep_stack_says_where(bad: ChildEngine):
     assert found.site == "hang in vllm/v1/deep.py, bottom"
     assert "in bottom" in found.message
     assert found.message.count("\n") < 60
+
+
+def test_a_death_below_a_deep_stack_says_where(bad: ChildEngine):
+    (found,) = run.run_case(bad, case("deep-death")).violations
+    assert found.site == "signal in SIGSEGV"
+    assert "in innermost" in found.message
+
+
+@pytest.mark.parametrize(
+    ("how", "site", "words"),
+    [
+        ("busy", "hang", "in misbehave"),
+        ("absurd", "exception in out of memory", "8.00 PiB"),
+        ("gpu-memory", "exception in out of memory", "HIP out of memory"),
+        ("nameless", f"signal in signal {signal.SIGRTMIN + 5}", "ended by signal"),
+    ],
+)
+def test_more_ways_to_die(how: str, site: str, words: str, bad: ChildEngine):
+    first = pid(bad)
+    (found,) = run.run_case(bad, case(how)).violations
+    assert (found.invariant, found.site) == ("no-fault", site)
+    assert words in found.message
+    assert pid(bad) != first
+    assert gone(first)
+
+
+def test_last_words_are_not_left_in_a_buffer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    engine = ChildEngine("bad_engine:Bad")
+    try:
+        assert "| last words" in run.run_case(engine, case("unflushed")).violations[0].message
+    finally:
+        engine.close()
+
+
+def test_a_trace_too_large_to_send_is_our_own_failure(bad: ChildEngine):
+    (found,) = run.run_case(bad, case("vast")).violations
+    assert found.invariant == run.OWN_FAULT
+    assert "at most 100 can be sent" in found.message
+
+
+def test_the_child_has_our_vllm_in_a_clone_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    ours = importlib.util.find_spec("vllm")
+    monkeypatch.chdir(tmp_path)
+    engine = ChildEngine("bad_engine:Elsewhere")
+    try:
+        assert engine.versions()["vllm"] == str(ours and ours.origin)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("kills", "words"),
+    [
+        ((4, 5), "(memory ran out:"),
+        ((4, 4), "(not by the kernel's out-of-memory killer"),
+        ((None, None), "(which is also what the kernel sends when memory runs out)"),
+    ],
+)
+def test_a_sigkill_says_whether_memory_was_the_cause(
+    kills: tuple[int | None, int | None], words: str, mortal: ChildEngine, monkeypatch: pytest.MonkeyPatch
+):
+    counts = iter(kills)
+    monkeypatch.setattr(child, "_oom_kills", lambda: next(counts))
+    assert f"ended by SIGKILL {words}" in run.run_case(mortal, case("SIGKILL")).violations[0].message
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("/usr/local/lib/python3.12/dist-packages/vllm/v1/a.py", "vllm/v1/a.py"),
+        ("/home/u/vllm/.venv/lib/python3.12/site-packages/vllm/v1/a.py", "vllm/v1/a.py"),
+        ("/app/vllm/vllm/v1/a.py", "vllm/v1/a.py"),
+        ("/home/u/vllm/.venv/lib/python3.12/site-packages/torch/a.py", None),
+    ],
+)
+def test_frames_of_vllm(path: str, place: str | None):
+    at = child._FRAME.search(f'  File "{path}", line 7 in f')
+    assert (at and at.group(1)) == place
 
 
 def test_a_death_is_seen_though_a_forked_process_holds_the_pipe(bad: ChildEngine):
@@ -241,16 +324,40 @@ def same(one: Any, other: Any) -> None:
         assert one == other
 
 
-@pytest.mark.parametrize("name", ["scheduler", "cpu"])
-def test_a_real_engine_gives_the_same_trace_and_survives_a_kill(name: str, open_engine: Callable[[str], Engine]):
-    inside = open_engine(name)
-    apart = ChildEngine(name)
+def test_the_cpu_engine_gives_the_same_trace(open_engine: Callable[[str], Engine]):
+    inside = open_engine("cpu")
+    apart = ChildEngine("cpu")
     try:
-        wanted = inside.run(case("r"))
-        same(apart.run(case("r")), wanted)
-        assert apart._child is not None
-        apart._child._process.kill()
-        assert run.run_case(apart, case("r")).keys == [("no-fault", "signal in SIGKILL")]
-        same(apart.run(case("r")), wanted)
+        same(apart.run(case("r")), inside.run(case("r")))
     finally:
         apart.close()
+
+
+def test_the_scheduler_engine_gives_the_same_trace_and_is_killed_in_the_middle(
+    open_engine: Callable[[str], Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(corpus, "ROOT", tmp_path)
+    inside = open_engine("scheduler")
+    apart = ChildEngine("scheduler")
+    try:
+        for brisk in (False, True):
+            same(apart.run(case("r"), brisk), inside.run(case("r"), brisk))
+        assert apart._child is not None
+        timer = threading.Timer(1, os.kill, (apart._child._process.pid, signal.SIGKILL))
+        timer.start()
+        started = time.monotonic()
+        judged = run.run_case(apart, LONG)
+        timer.join()
+        assert 1 <= time.monotonic() - started < 5
+        assert judged.keys == [("no-fault", "signal in SIGKILL")]
+        assert corpus.read(run.keep(judged, apart, seed=1).path).requests == LONG.requests
+    finally:
+        apart.close()
+
+
+LONG = msgspec.structs.replace(
+    case("r"),
+    geometry=msgspec.structs.replace(case("r").geometry, num_blocks=4096),
+    requests=tuple(msgspec.structs.replace(request, max_tokens=4096) for request in case("r").requests),
+)
+"""Takes far longer than the second after which its child is killed."""

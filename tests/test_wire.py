@@ -9,10 +9,13 @@ import os
 import struct
 import time
 from collections.abc import Iterator
+from random import Random
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fuzz.engines import wire
 from invariants.trace import (
@@ -94,6 +97,9 @@ def full() -> Trace:
     )
 
 
+GOOD = wire.encode_trace(full())
+
+
 def bits(value: object) -> object:
     """The same with every array as dtype, shape and bytes, so that == compares NaNs too."""
     if isinstance(value, np.ndarray):
@@ -148,12 +154,51 @@ def test_an_array_comes_back_to_the_bit(array: np.ndarray):
     assert back.flags.writeable
 
 
-@pytest.mark.parametrize("array", [np.array([None]), np.zeros(1, [("x", "i4")])], ids=["objects", "records"])
+@given(
+    st.sampled_from(("|b1", "|i1", "|u1", "<i2", "<i4", "<i8", "<u8", "<f2", "<f4", "<f8", ">f4")),
+    st.lists(st.integers(0, 4), max_size=3),
+    st.randoms(use_true_random=False),
+)
+def test_any_array_comes_back_to_the_bit(dtype: str, shape: list[int], chance: Random):
+    size = int(np.prod(shape, dtype=int)) * np.dtype(dtype).itemsize
+    data = bytes(chance.randrange(2) for _ in range(size)) if dtype == "|b1" else chance.randbytes(size)
+    trace = full()
+    trace.arms["alone"] = [
+        dataclasses.replace(trace.requests[0].outputs, ids=np.frombuffer(data, dtype).reshape(shape))
+    ]
+    back = wire.decode_trace(wire.encode_trace(trace))
+    assert bits(back) == bits(trace)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=4))
+def test_spoiled_bytes_are_refused_or_a_trace(changes: list[tuple[int, int]]):
+    data = bytearray(GOOD)
+    for at, byte in changes:
+        data[at % len(data)] = byte
+    try:
+        assert isinstance(wire.decode_trace(bytes(data)), Trace)
+    except wire.Garbled:
+        return
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.array([None]), np.zeros(1, [("x", "i4")]), np.zeros(1, "M8[s]"), np.array(["text"])],
+    ids=["objects", "records", "dates", "text"],
+)
 def test_an_array_that_is_not_its_bytes_is_refused(array: np.ndarray):
     trace = full()
     trace.requests[0].prompt = array
     with pytest.raises(NotImplementedError, match="ndarray cannot be sent"):
         wire.encode_trace(trace)
+
+
+def test_a_trace_too_large_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wire, "MAX_TRACE", len(GOOD))
+    assert wire.encode_trace(full()) == GOOD
+    monkeypatch.setattr(wire, "MAX_TRACE", len(GOOD) - 1)
+    with pytest.raises(ValueError, match=f"a trace of {len(GOOD)} bytes"):
+        wire.encode_trace(full())
 
 
 def spoiled() -> Iterator[tuple[str, bytes]]:
@@ -170,6 +215,9 @@ def spoiled() -> Iterator[tuple[str, bytes]]:
         "text for bytes": {"data": "eight by"},
         "no such dtype": {"dtype": "<q9"},
         "objects": {"dtype": "|O"},
+        "dates": {"dtype": "<M8"},
+        "source": {"dtype": "<01i4"},
+        "number for dtype": {"dtype": 4},
         "huge": {"shape": [1 << 60, 1 << 60]},
         "shape of text": {"shape": "two"},
     }.items():

@@ -22,6 +22,7 @@ import time
 import traceback
 from collections import deque
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -39,7 +40,8 @@ END_SECONDS = 10.0
 LOG_LINES = 40
 """Shown of a child's output; ``DUMP_LINES`` are kept, since a dump of many threads is longer."""
 DUMP_LINES = 2000
-_FRAME = re.compile(r'File "[^"]*site-packages/(vllm/[^"]+)", line \d+ in (\S+)')
+_FRAME = re.compile(r'File "[^"]*(?:-packages|/vllm)/(vllm/[^"]+)", line \d+ in (\S+)')
+"""A frame of vLLM: in site-packages, in Debian's and the ROCm images' dist-packages, or in a clone."""
 _MAIN_THREAD = "Current thread 0x"
 """How faulthandler heads the stack of the thread that got the signal, innermost frame first."""
 _DUMPED = re.compile(r'Thread 0x|  File "|$')
@@ -52,7 +54,8 @@ class ChildFailure(RuntimeError):
 class ChildEngine:
     """The engine ``name`` ("module:Class" for one that is not registered) in a process of its own.
 
-    ``seconds``: how long a case may take before it counts as hung. Raises ``Unavailable``.
+    ``seconds``: how long a case may take before it counts as hung. Raises ``Unavailable``. The child ends with the
+    thread that started it, not only with the process: run cases from a thread that stays.
     """
 
     def __init__(self, name: str, seconds: float = CASE_SECONDS) -> None:
@@ -125,16 +128,27 @@ class _Child:
     def __init__(self, target: str) -> None:
         orders, self._orders = os.pipe()
         self._answers, answers = os.pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "fuzz.engines.child", target, str(orders), str(answers)],
-            pass_fds=(orders, answers),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        os.close(orders)
-        os.close(answers)
+        # -u: last words are not lost in a buffer. -P and our own path: -m would put the working directory first, and
+        # in a clone of vLLM the child would have another vLLM than we have.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-P", "-m", "fuzz.engines.child", target, str(orders), str(answers)],
+                env=os.environ | {"PYTHONPATH": path},
+                pass_fds=(orders, answers),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(self._orders)
+            os.close(self._answers)
+            raise Unavailable(f"its process did not start: {error}") from error
+        finally:
+            os.close(orders)
+            os.close(answers)
+        self._oom_kills = _oom_kills()
         self._log: deque[str] = deque(maxlen=DUMP_LINES)
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
@@ -152,24 +166,31 @@ class _Child:
         self.ready = answer
 
     def send(self, message: Any, deadline: float) -> None:
+        self._oom_kills = _oom_kills()
         wire.send(self._orders, message, deadline)
 
     def receive(self, deadline: float) -> Any:
-        return wire.receive(self._answers, wire.Answer, deadline, lambda: self._process.poll() is None)
+        return wire.receive(self._answers, wire.Answer, deadline, self._alive)
+
+    def _alive(self) -> bool:
+        """Not by ``poll``, which frees the process id: until ``kill`` has used it, it must name nobody else."""
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def death(self) -> Fault:
         """How it ended, with its last words."""
-        try:
-            code = self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            return Fault("exception", -1, f"vLLM's process closed its pipes and lived on{self._tail()}", "closed pipe")
+        deadline = time.monotonic() + END_SECONDS
+        while (alive := self._alive()) and time.monotonic() < deadline:
+            time.sleep(0.01)
         self.kill()
+        shown, _ = self._last_words()
+        if alive:
+            return Fault("exception", -1, f"vLLM's process closed its pipes and lived on{shown}", "closed pipe")
+        code = self._process.returncode
         if code >= 0:
-            return Fault("exception", -1, f"vLLM's process ended by itself with exit code {code}{self._tail()}", "exit")
-        name = signal.Signals(-code).name
-        memory = " (also what the kernel sends when memory runs out)" if name == "SIGKILL" else ""
-        return Fault("signal", -1, f"vLLM's process was ended by {name}{memory}{self._tail()}", name)
+            return Fault("exception", -1, f"vLLM's process ended by itself with exit code {code}{shown}", "exit")
+        name = _signal_name(-code)
+        memory = _about_memory(self._oom_kills, _oom_kills()) if name == "SIGKILL" else ""
+        return Fault("signal", -1, f"vLLM's process was ended by {name}{memory}{shown}", name)
 
     def hang(self, seconds: float) -> Fault:
         """Where it hangs; it is killed."""
@@ -177,20 +198,17 @@ class _Child:
             self._process.send_signal(signal.SIGUSR1)  # faulthandler writes every thread's stack
         time.sleep(1)
         self.kill()
-        lines = list(self._log)
-        start = max((number for number, line in enumerate(lines) if line.startswith(_MAIN_THREAD)), default=None)
-        before = lines if start is None else [line for line in lines[:start] if not _DUMPED.match(line)]
-        stack = [] if start is None else lines[start:]
-        at = _FRAME.search("\n".join(stack or lines))
-        shown = _quoted(before[-LOG_LINES // 2 :] + stack[:LOG_LINES])
-        message = f"vLLM gave no answer in {seconds:g} s{shown}"
-        return Fault("hang", -1, message, f"{at.group(1)}, {at.group(2)}" if at else "")
+        shown, place = self._last_words()
+        return Fault("hang", -1, f"vLLM gave no answer in {seconds:g} s{shown}", place)
 
     def kill(self) -> None:
-        """End it and what it started."""
+        """End it and what it started, once."""
+        if self._process.returncode is not None:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)  # a process that waits for a broken driver cannot be ended
         self._reader.join(timeout=5)
         for pipe in (self._orders, self._answers):
             with contextlib.suppress(OSError):
@@ -199,8 +217,19 @@ class _Child:
         if self._process.stdout and not self._reader.is_alive():
             self._process.stdout.close()
 
-    def _tail(self) -> str:
-        return _quoted(list(self._log)[-LOG_LINES:])
+    def _last_words(self) -> tuple[str, str]:
+        """The end of its output, and the innermost frame of vLLM if that is a dump of stacks.
+
+        Of a dump, the thread that got the signal is shown from its innermost frame on, and what came before the dump.
+        """
+        lines = list(self._log)
+        start = max((number for number, line in enumerate(lines) if line.startswith(_MAIN_THREAD)), default=None)
+        if start is None:
+            at, shown = _FRAME.search("\n".join(lines)), lines[-LOG_LINES:]
+        else:
+            before = [line for line in lines[:start] if not _DUMPED.match(line)]
+            at, shown = _FRAME.search("\n".join(lines[start:])), before[-LOG_LINES // 2 :] + lines[start:][:LOG_LINES]
+        return "".join(f"\n    | {line}" for line in shown), f"{at.group(1)}, {at.group(2)}" if at else ""
 
     def _read_log(self) -> None:
         output = self._process.stdout
@@ -209,8 +238,28 @@ class _Child:
             self._log.append(piece.decode(errors="replace").rstrip()[:300])
 
 
-def _quoted(lines: list[str]) -> str:
-    return "".join(f"\n    | {line}" for line in lines)
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have none
+        return f"signal {number}"
+
+
+def _oom_kills() -> int | None:
+    """How many processes of this machine the kernel has ended for want of memory; None: it does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
+
+
+def _about_memory(before: int | None, after: int | None) -> str:
+    if before is None or after is None:
+        return " (which is also what the kernel sends when memory runs out)"
+    if after > before:
+        return " (memory ran out: the kernel's out-of-memory killer ended a process of this machine meanwhile)"
+    return " (not by the kernel's out-of-memory killer, which ended no process meanwhile)"
 
 
 def main(target: str, orders: int, answers: int) -> None:
@@ -224,7 +273,7 @@ def main(target: str, orders: int, answers: int) -> None:
         engine = _open(target)
         wire.send(answers, wire.Ready(engine.has_model, engine.versions()))
     except (Unavailable, ImportError, KeyError) as error:
-        wire.send(answers, wire.Failed("unavailable", str(error)))
+        wire.send(answers, wire.Failed("unavailable", " ".join(str(error).split())))
         return
     with contextlib.suppress(wire.Closed):
         while True:
@@ -243,7 +292,8 @@ def _answer(engine: Engine, order: wire.Order) -> wire.Ran | wire.Failed:
         return wire.Failed("memory", f"MemoryError: {error}")
     except Exception as error:
         text = "".join(traceback.format_exception(error)).rstrip()
-        memory = isinstance(error, RuntimeError) and "allocate memory" in str(error)
+        words = str(error).lower()  # torch's: of the CPU's allocator, of a GPU's
+        memory = isinstance(error, RuntimeError) and ("allocate memory" in words or "out of memory" in words)
         return wire.Failed("memory" if memory else "own", text)
 
 

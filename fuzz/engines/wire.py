@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import select
 import struct
 import time
@@ -19,7 +20,11 @@ from invariants.trace import Trace
 
 MAX_FRAME = 1 << 30
 """Bytes."""
+MAX_TRACE = MAX_FRAME - (1 << 10)
+"""Bytes; what is around a trace in its frame is less than the rest."""
 _LENGTH = struct.Struct("<I")
+_DTYPE = re.compile(r"[<>|][biuf][1-9][0-9]?")
+"""Numbers and truth values. ``np.dtype`` takes much more: objects, records, and Python source in braces."""
 
 
 class Closed(Exception):
@@ -66,8 +71,7 @@ Answer = Ready | Ran | Failed
 
 
 def _encode_other(value: Any) -> Any:
-    # kind V: records, of which dtype.str does not tell the fields.
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.dtype.kind != "V":
+    if isinstance(value, np.ndarray) and _DTYPE.fullmatch(value.dtype.str):
         return {"dtype": value.dtype.str, "shape": value.shape, "data": np.ascontiguousarray(value).tobytes()}
     if isinstance(value, np.generic):
         return value.item()
@@ -75,6 +79,8 @@ def _encode_other(value: Any) -> Any:
 
 
 def _decode_other(_: type[Any], value: Any) -> Any:
+    if not _DTYPE.fullmatch(value["dtype"]):
+        raise ValueError(f"an array of dtype {value['dtype']!r}")
     # A copy, since what frombuffer gives cannot be written to.
     return np.frombuffer(value["data"], np.dtype(value["dtype"])).reshape(value["shape"]).copy()
 
@@ -84,8 +90,14 @@ _trace_decoder = msgspec.msgpack.Decoder(Trace, dec_hook=_decode_other)
 
 
 def encode_trace(trace: Trace) -> bytes:
-    """The trace as msgpack; NumPy arrays by dtype, shape and bytes."""
-    return _encoder.encode(trace)
+    """The trace as msgpack; NumPy arrays by dtype, shape and bytes.
+
+    Raises ``NotImplementedError`` for arrays of anything but numbers, ``ValueError`` above ``MAX_TRACE``.
+    """
+    data = _encoder.encode(trace)
+    if len(data) > MAX_TRACE:
+        raise ValueError(f"a trace of {len(data)} bytes; at most {MAX_TRACE} can be sent")
+    return data
 
 
 def decode_trace(data: bytes | msgspec.Raw) -> Trace:
