@@ -61,7 +61,7 @@ def fault_of(error: Exception, step: int) -> Fault:
     if isinstance(error, Hung):
         return Fault("hang", step, str(error))
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    package, _, place = frame.filename.rpartition("site-packages/")
+    package, place = _installed(frame.filename)
     if not package and Path(frame.filename).parent.name == "probe":
         # The probe indexes with what vLLM's metadata says, and believes it.
         package, place = "the probe", f"probe/{Path(frame.filename).name}"
@@ -69,6 +69,18 @@ def fault_of(error: Exception, step: int) -> Fault:
         raise error
     text = f"{type(error).__name__}: {error or 'no message'} ({place}:{frame.lineno} in {frame.name})"
     return Fault("exception", step, text, f"{place}, {frame.name}")
+
+
+def _installed(path: str) -> tuple[str, str]:
+    """Where an installed package's file lies, and its name from there on; ("", ...) for a file of nobody's."""
+    import vllm
+
+    # vLLM may be a clone that was installed in place; Debian and ROCm images say dist-packages.
+    clone = f"{Path(vllm.__file__).parent.parent}/"
+    if path.startswith(f"{clone}vllm/"):
+        return clone, path.removeprefix(clone)
+    head, folder, place = path.rpartition("-packages/")
+    return (head, place) if folder and head.endswith(("site", "dist")) else ("", path)
 
 
 def _final(pool: Any) -> Final:
