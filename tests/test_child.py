@@ -361,3 +361,18 @@ LONG = msgspec.structs.replace(
     requests=tuple(msgspec.structs.replace(request, max_tokens=4096) for request in case("r").requests),
 )
 """Takes far longer than the second after which its child is killed."""
+
+
+def test_a_death_just_before_it_counts_as_a_hang(mortal: ChildEngine):
+    """It is still the death that is told, and nothing is left open."""
+    number, before = pid(mortal), len(os.listdir("/proc/self/fd"))
+    assert mortal._child is not None
+    child = mortal._child
+    os.kill(number, signal.SIGKILL)
+    while child._alive():
+        time.sleep(0.01)
+    fault = child.hang(3)
+    assert (fault.kind, fault.place) == ("signal", "SIGKILL")
+    assert gone(number)
+    assert len(os.listdir("/proc/self/fd")) == before - 3
+    mortal.close()

@@ -149,6 +149,7 @@ class _Child:
             os.close(orders)
             os.close(answers)
         self._oom_kills = _oom_kills()
+        self._ended = False
         self._log: deque[str] = deque(maxlen=DUMP_LINES)
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
@@ -186,6 +187,8 @@ class _Child:
         if alive:
             return Fault("exception", -1, f"vLLM's process closed its pipes and lived on{shown}", "closed pipe")
         code = self._process.returncode
+        if code is None:
+            return Fault("hang", -1, f"vLLM's process is dead, but does not end{shown}")
         if code >= 0:
             return Fault("exception", -1, f"vLLM's process ended by itself with exit code {code}{shown}", "exit")
         name = _signal_name(-code)
@@ -194,8 +197,10 @@ class _Child:
 
     def hang(self, seconds: float) -> Fault:
         """Where it hangs; it is killed."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGUSR1)  # faulthandler writes every thread's stack
+        if not self._alive():
+            return self.death()  # just now
+        # faulthandler writes every thread's stack. Not by Popen.send_signal, which looks for the end and takes it.
+        os.kill(self._process.pid, signal.SIGUSR1)
         time.sleep(1)
         self.kill()
         shown, place = self._last_words()
@@ -203,8 +208,9 @@ class _Child:
 
     def kill(self) -> None:
         """End it and what it started, once."""
-        if self._process.returncode is not None:
+        if self._ended:
             return
+        self._ended = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
