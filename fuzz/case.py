@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Final, Literal
 
@@ -131,6 +132,17 @@ def stream_tokens(stream: str, start: int, stop: int) -> Tokens:
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         x ^= x >> np.uint64(31)
     return (x % np.uint64(TOKENS)).astype(np.int32) + np.int32(FIRST_TOKEN)
+
+
+def cut(prompt: Sequence[Slice], start: int, stop: int) -> tuple[Slice, ...]:
+    """Tokens start..stop-1 of a prompt."""
+    pieces = []
+    for stream, first, last in prompt:
+        low, high = max(first, first + start), min(last, first + stop)
+        if low < high:
+            pieces.append((stream, low, high))
+        start, stop = start - (last - first), stop - (last - first)
+    return tuple(pieces)
 
 
 def _line(value: Any) -> bytes:

@@ -21,7 +21,7 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from fuzz.case import Case, Event, EventKind, Request, Slice
+from fuzz.case import Case, Event, EventKind, Request, Slice, cut
 from invariants.trace import Geometry, Probe
 
 Anchor = tuple[int, int, int]
@@ -286,7 +286,7 @@ def _requests(limits: Profile, sizes: Sizes, chunk: int, threshold: int, draws: 
     idle = step = 0
     for index, draw in enumerate(draws):
         prompt = _prompt(sizes, chunk, draw, index, requests)
-        prompt = _cut(prompt, 0, limits.prompt if requests else min(limits.prompt, left))
+        prompt = cut(prompt, 0, limits.prompt if requests else min(limits.prompt, left))
         length = _length(prompt)
         if length > left:
             break
@@ -307,8 +307,8 @@ def _prompt(sizes: Sizes, chunk: int, draw: _Draw, index: int, earlier: Sequence
     if draw.relation == "same":
         return parent
     if draw.relation == "shifted":
-        return _cut(parent, 1, _length(parent)) or parent
-    shared = parent if draw.relation == "extend" else _cut(parent, 0, length)
+        return cut(parent, 1, _length(parent)) or parent
+    shared = parent if draw.relation == "extend" else cut(parent, 0, length)
     tail = _tail(draw.tail, sizes, chunk, _length(shared))
     return (*shared, (f"t{index}", 0, tail)) if tail else shared
 
@@ -332,17 +332,6 @@ def _tail(kind: str, sizes: Sizes, chunk: int, start: int) -> int:
 
 def _length(prompt: Sequence[Slice]) -> int:
     return sum(stop - start for _, start, stop in prompt)
-
-
-def _cut(prompt: Sequence[Slice], start: int, stop: int) -> tuple[Slice, ...]:
-    """Tokens start..stop-1 of a prompt."""
-    pieces = []
-    for stream, first, last in prompt:
-        low, high = max(first, first + start), min(last, first + stop)
-        if low < high:
-            pieces.append((stream, low, high))
-        start, stop = start - (last - first), stop - (last - first)
-    return tuple(pieces)
 
 
 def _events(draws: Sequence[tuple[EventKind, int, int]], requests: Sequence[Request]) -> tuple[Event, ...]:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from invariants import reference
 from invariants.dense import Float64, evaluate, log_softmax, tolerance
-from invariants.lineage import lineage
 from invariants.trace import NOBODY, IntArray, Outputs, Probe, TracedRequest, Violation
 from invariants.view import View
 from invariants.weights import WIDTH
@@ -42,8 +41,7 @@ def dense_match(view: View) -> Iterator[Violation]:
     if probe is None:
         return
     told: set[str] = set()
-    drifts = probe.kind == "deep" and view.replay > 0
-    for found in _lives(view, probe) if drifts else _cold(view, probe):
+    for found in _lives(view, probe) if view.may_drift else _cold(view, probe):
         violation = found if isinstance(found, Violation) else _judge(found, probe, view.trace.geometry.window)
         if violation is not None and violation.request not in told:
             told.add(str(violation.request))
@@ -66,7 +64,6 @@ def _cold(view: View, probe: Probe) -> Iterator[_Part]:
 def _lives(view: View, probe: Probe) -> Iterator[_Part | Violation]:
     """Each life by itself, in order, since later ones adopt from earlier ones."""
     trace, window = view.trace, view.trace.geometry.window
-    sources = lineage(trace)
     done: list[tuple[IntArray, list[Float64]] | None] = []
     for number, life in enumerate(trace.admissions):
         request = trace.requests[life.request]
@@ -76,7 +73,7 @@ def _lives(view: View, probe: Probe) -> Iterator[_Part | Violation]:
         done.append(None)
         if len(tokens) <= life.hit:
             continue  # it has not got beyond its hit
-        adopted = _adopted(probe, tokens, sources[number], done)
+        adopted = _adopted(probe, tokens, view.lineage[number], done)
         if adopted is None:
             if not trace.faults:
                 yield _unknown(request, life.hit)

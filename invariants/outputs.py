@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from invariants.lineage import lineage
 from invariants.oracle import dense_match
 from invariants.trace import NOBODY, BoolArray, Outputs, Trace, TracedRequest, Violation
 from invariants.view import View
@@ -28,9 +27,9 @@ def output_match(view: View) -> Iterator[Violation]:
         return
     first_hit = _outputs_before_a_hit(view.trace)
     for index, request, arm in _arm(view.trace, "no-cache"):
-        most = first_hit.get(index) if _may_drift(view) else None
+        most = first_hit.get(index) if view.may_drift else None
         yield from _same("output-match", "no-cache", request, arm, request.finished != "length", most)
-    if not _may_drift(view):
+    if not view.may_drift:
         for site in ("async", "ngram"):
             for _, request, arm in _arm(view.trace, site):
                 yield from _same("output-match", site, request, arm, request.finished != "length")
@@ -55,7 +54,7 @@ def mix_blind(view: View) -> Iterator[Violation]:
     for number, life in enumerate(lives):
         of_request.setdefault(life.request, []).append(number)
     arms = list(_arm(view.trace, "alone"))
-    sources = lineage(view.trace) if arms and _may_drift(view) else None
+    sources = view.lineage if arms and view.may_drift else None
     for index, request, arm in arms:
         mine = of_request.get(index, [])
         if len(mine) != 1 or lives[mine[0]].hit != arm.hit:
@@ -81,11 +80,6 @@ def drift(trace: Trace) -> NDArray[np.float64]:
             apart = np.abs(mine.logprobs[:rows, :, None].astype(np.float64) - arm.logprobs[:rows, None, :])
             found.append(float(apart[both].max(initial=0.0)))
     return np.array(found, np.float64)
-
-
-def _may_drift(view: View) -> bool:
-    """Whether a hit may change outputs: window keys come from hidden states, and are rebuilt by replay."""
-    return view.trace.probe is not None and view.trace.probe.kind == "deep" and view.replay > 0
 
 
 def _outputs_before_a_hit(trace: Trace) -> dict[int, int]:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
 from invariants import reference
+from invariants.lineage import lineage
 from invariants.trace import BoolArray, Gathers, Group, IntArray, Trace, Violation
 
 EXAMPLES = 5
@@ -119,6 +121,16 @@ class View:
             )
             for (consumer, per), part in parts.items()
         ]
+
+    @cached_property
+    def lineage(self) -> list[IntArray]:
+        """See ``invariants.lineage``."""
+        return lineage(self.trace)
+
+    @property
+    def may_drift(self) -> bool:
+        """Whether a hit may change outputs: window keys come from hidden states, and are rebuilt by replay."""
+        return self.trace.probe is not None and self.trace.probe.kind == "deep" and self.replay > 0
 
     def stores(self, group: int) -> Stores:
         """The writes into one group."""

@@ -37,20 +37,21 @@ def case(how: str) -> Case:
     return Case(geometry=sizes, requests=requests)
 
 
-@pytest.fixture
-def mortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChildEngine]:
+def child_of(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ChildEngine]:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    engine = ChildEngine("mortal_engine:Mortal", seconds=3)
+    engine = ChildEngine(target, seconds=3)
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def mortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChildEngine]:
+    yield from child_of("mortal_engine:Mortal", monkeypatch)
 
 
 @pytest.fixture
 def bad(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChildEngine]:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    engine = ChildEngine("bad_engine:Bad", seconds=3)
-    yield engine
-    engine.close()
+    yield from child_of("bad_engine:Bad", monkeypatch)
 
 
 def pid(engine: ChildEngine) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_canaries import replayed_slots_not_padded
 
 from fuzz.case import Case, Request
 from fuzz.engines.base import Engine
@@ -89,16 +90,7 @@ def test_check_sees_a_dropped_floor(count: Callable[[str], dict[str, int]], monk
 
 
 def test_check_sees_replayed_tokens_that_write(count: Callable[[str], dict[str, int]], monkeypatch: pytest.MonkeyPatch):
-    from vllm.models.deepseek_v41.nvidia import model_state
-
-    class NoLaunch:
-        def __getitem__(self, grid: Any) -> Callable[..., None]:
-            return lambda *_args, **_kwargs: None
-
-        def warmup(self, *_args: Any, **_kwargs: Any) -> None:
-            pass
-
-    monkeypatch.setattr(model_state, "_pad_replayed_slots_kernel", NoLaunch())
+    replayed_slots_not_padded(monkeypatch)
     assert count("check")["unfenced_writes"] == 4
 
 

@@ -84,11 +84,31 @@ def vllm_config(case: Case) -> Any:
     try:
         scheduler.verify_max_model_len(case.max_model_len)
     except ValueError as error:
-        raise Refused(_one_line(error)) from error
+        raise Refused(one_line(error)) from error
     return config
 
 
-def _one_line(error: Exception) -> str:
+def versions(kernels: str) -> dict[str, str]:
+    """Of vLLM, torch and Triton, and what executes the kernels."""
+    import torch
+    import triton
+    import vllm
+
+    return {
+        "vllm": str(vllm.__version__),
+        "torch": str(torch.__version__),
+        "triton": str(triton.__version__),
+        "kernels": kernels,
+    }
+
+
+def is_window(spec: Any) -> bool:
+    """Whether a KV-cache spec is that of a sliding-window group."""
+    return bool(getattr(spec, "sliding_window", None))
+
+
+def one_line(error: Exception) -> str:
+    """What an exception says, for a message."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -127,7 +147,7 @@ def describe_groups(layout: Any) -> list[Group]:
     specs = [group.kv_cache_spec for group in layout.kv_cache_groups]
     return [
         Group(
-            kind="window" if getattr(spec, "sliding_window", None) else "cacheable",
+            kind="window" if is_window(spec) else "cacheable",
             block_size=spec.block_size,
             prefix_cacheable=spec.prefix_cacheable,
             replay_tokens=spec.prefix_replay_tokens,
@@ -153,7 +173,7 @@ def make_scheduler(config: Any, layout: Any) -> tuple[Any, Any]:
             hash_block_size=hash_block_size,
         )
     except (AssertionError, ValueError, NotImplementedError) as error:
-        raise Refused(_one_line(error)) from error
+        raise Refused(one_line(error)) from error
     hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
     init_none_hash(hash_fn)
     return scheduler, get_request_block_hasher(hash_block_size, hash_fn)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from fuzz.case import Case, Request
+from fuzz.engines import config as vllm_setup
 from fuzz.engines.base import Refused, Unavailable
 from fuzz.engines.drive import Driver, Scheduled
 from fuzz.probe.batch import Batch
@@ -57,13 +58,13 @@ class Core:
         try:
             self.engine: Any = EngineCore(config, Executor.get_class(config), log_stats=True)
         except (AssertionError, NotImplementedError, ValueError) as error:
-            raise Refused(" ".join(str(error).split())[:300] or type(error).__name__) from error
+            raise Refused(vllm_setup.one_line(error)[:300]) from error
         self.config = config
         self.scheduler: Any = self.engine.scheduler
         self.layout: Any = self.scheduler.kv_cache_config
         for group in self.layout.kv_cache_groups:
             spec = group.kv_cache_spec
-            wanted = case.geometry.swa_block_size if _is_window(spec) else case.geometry.block_size
+            wanted = case.geometry.swa_block_size if vllm_setup.is_window(spec) else case.geometry.block_size
             if spec.block_size != wanted:
                 raise Refused(f"vLLM makes blocks of {spec.block_size} tokens out of blocks of {wanted}")
 
@@ -100,10 +101,6 @@ class Core:
 def sizes_of(case: Case, probe: Probe) -> tuple[Geometry, Probe, int]:
     """Cases with equal sizes can share an engine."""
     return case.geometry, probe, case.max_model_len
-
-
-def _is_window(spec: Any) -> bool:
-    return bool(getattr(spec, "sliding_window", None))
 
 
 def _config(case: Case, probe: Probe, arm: str) -> Any:
@@ -143,7 +140,7 @@ def _config(case: Case, probe: Probe, arm: str) -> Any:
             }
             config = EngineArgs(**options | ARM_OPTIONS[arm]).create_engine_config()
         except (ValueError, NotImplementedError, AssertionError) as error:
-            raise Refused(" ".join(str(error).split())[:300] or type(error).__name__) from error
+            raise Refused(vllm_setup.one_line(error)[:300]) from error
     if not getattr(config, "use_v2_model_runner", False):
         raise Unavailable("this vLLM does not run model runner V2 here, and bounded replay needs it")
     return config

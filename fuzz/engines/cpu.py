@@ -9,22 +9,22 @@ import contextlib
 import gc
 import os
 import time
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from msgspec import UNSET
 
 from fuzz import triton_cpu
-from fuzz.case import Case, Request
+from fuzz.case import Case, Request, cut
 from fuzz.engines import config as vllm_setup
 from fuzz.engines.base import Refused, Unavailable
 from fuzz.engines.core import Core, CoreDriver, sizes_of
 from fuzz.engines.follow import fault_of, follow, traced_requests
 from fuzz.engines.kv import CacheWatch, Poisoner
 from fuzz.engines.record import StepRecorder
-from fuzz.probe import plugin
-from fuzz.probe.plugin import RECORD
+from fuzz.engines.worker import require
 from fuzz.probe.recorder import recorder
 from invariants.trace import Fault, Outputs, Probe, Trace
 
@@ -53,42 +53,32 @@ class CpuEngine:
         try:
             self._mode = triton_cpu.prepare(KERNEL_MODE)
             import torch
-            import vllm
-            import vllm.v1.worker.cpu.shm
 
+            require()
             from fuzz.probe import model  # noqa: F401
         except ImportError as error:
             raise Unavailable(f"this vLLM lacks what the CPU engine is made of: {error}") from error
-        os.environ[RECORD] = "trace"
         try:
-            # vLLM may have loaded its plugins before, when nobody wanted a recorder.
-            plugin.register()
+            # Not through the plugin: vLLM may have loaded that before, when nobody wanted a recorder.
+            recorder.install("trace")
         except (ImportError, AttributeError) as error:
             raise Unavailable(f"the gather recorder finds nothing to look on at in this vLLM: {error}") from error
         _register()
         torch.set_num_threads(1)  # the probe's tensors are too small to share out, and test workers have a core each
         atexit.register(gc.unfreeze)  # EngineCore freezes; nanobind, which Triton is built with, takes that for leaks
-        self._vllm_version = str(vllm.__version__)
         self._cores: dict[str, Core] = {}
         """By arm."""
 
     def versions(self) -> dict[str, str]:
         """See ``Engine.versions``."""
-        import torch
-        import triton
-
-        return {
-            "vllm": self._vllm_version,
-            "torch": str(torch.__version__),
-            "triton": str(triton.__version__),
-            "kernels": self._mode,
-        }
+        return vllm_setup.versions(self._mode)
 
     def run(self, case: Case, brisk: bool = False) -> Trace:
         """See ``Engine.run``."""
         started, before = time.perf_counter(), triton_cpu.fallbacks.copy()
         probe = Probe() if case.probe is UNSET else case.probe
         core = self._core(case, probe)
+        driver = CoreDriver(case, core)
         trace = Trace(
             engine=self.name,
             geometry=case.geometry,
@@ -97,12 +87,13 @@ class CpuEngine:
             replay_expected=case.geometry.replay,
             kernels=self._mode,
             probe=probe,
+            metrics=driver.metrics,
             versions=self.versions(),
         )
         watch = CacheWatch(core)
-        driver = CoreDriver(case, core)
-        trace.metrics = driver.metrics
+        recorder.mode = "trace"
         follow(driver, StepRecorder(trace, core.scheduler, core), trace, watch.look)
+        recorder.mode = None  # nobody looks on in the arms
         trace.cached = watch.result()
         for request, outputs in zip(trace.requests, driver.results(), strict=True):
             request.outputs = outputs
@@ -122,34 +113,28 @@ class CpuEngine:
 
     def time_plain(self, case: Case) -> float:
         """CPU seconds that the case takes on the bare engine, for benchmarks: no arm, nothing judged."""
-        driver = CoreDriver(case, self._core(case, Probe()))
+        core = self._core(case, Probe())
         started = time.process_time()
-        driver.run(lambda _: None)
+        _unwatched(case, core)
         return time.process_time() - started
 
     def _arms(self, case: Case, probe: Probe, trace: Trace, brisk: bool) -> None:
         plain = msgspec.structs.replace(case, events=())
-        trace.arms["no-cache"] = list(self._again(plain, probe, "no-cache"))
+        trace.arms["no-cache"] = self._again(plain, probe, "no-cache")
         if not brisk:
             if probe.kind == "exact" or not case.geometry.replay:
                 # Others may be hit then, and deep hits differ.
                 for arm in ("async", "ngram"):
                     with contextlib.suppress(Refused):
-                        trace.arms[arm] = list(self._again(plain, probe, arm))
-            trace.arms["twice"] = list(self._again(case, probe))
-            trace.arms["poison"] = list(self._again(case, probe, poison=True))
+                        trace.arms[arm] = self._again(plain, probe, arm)
+            trace.arms["twice"] = self._again(case, probe)
+            trace.arms["poison"] = self._again(case, probe, poison=True)
             trace.arms["alone"] = self._alone(case, probe, trace)
 
-    def _again(self, case: Case, probe: Probe, arm: str = "main", poison: bool = False) -> list[Outputs]:
+    def _again(self, case: Case, probe: Probe, arm: str = "main", poison: bool = False) -> list[Outputs | None]:
         """The outputs of a run in which nobody looks on."""
         core = self._core(case, probe, arm)
-        driver = CoreDriver(case, core, Poisoner(core, case.geometry.window) if poison else None)
-        driver.run(lambda _: None)
-        recorder.take()
-        results = driver.results()
-        for result in results:
-            result.hit = driver.metrics["prefix_cache_hits"] if len(results) == 1 else 0
-        return results
+        return [*_unwatched(case, core, Poisoner(core, case.geometry.window) if poison else None).results()]
 
     def _alone(self, case: Case, probe: Probe, trace: Trace) -> list[Outputs | None]:
         """Each request after one that caches the prefix it hit; the first few that ran undisturbed, hits first."""
@@ -169,14 +154,12 @@ class CpuEngine:
     def _by_itself(self, case: Case, probe: Probe, request: Request, hit: int) -> Outputs:
         requests = [msgspec.structs.replace(request, arrive=0)]
         if hit:
-            prefix = (*_head(request, hit), ("alone", 0, 1))
+            prefix = (*cut(request.prompt, 0, hit), ("alone", 0, 1))
             prime = Request(id="alone-prime", arrive=0, prompt=prefix, max_tokens=1)
             requests = [prime, msgspec.structs.replace(request, arrive=1 << 19)]
         # The same model length, so that it is the same engine.
-        core = self._core(case, probe)
-        driver = CoreDriver(msgspec.structs.replace(case, requests=tuple(requests), events=()), core)
-        driver.run(lambda _: None)
-        recorder.take()
+        by_itself = msgspec.structs.replace(case, requests=tuple(requests), events=())
+        driver = _unwatched(by_itself, self._core(case, probe))
         outputs = driver.results()[-1]
         outputs.hit = driver.metrics["prefix_cache_hits"]
         return outputs
@@ -198,24 +181,21 @@ class CpuEngine:
         self._cores.clear()
 
 
+def _unwatched(case: Case, core: Core, before: Callable[[Any], None] | None = None) -> CoreDriver:
+    """The case on an empty core, run to its end; ``before`` as in ``CoreDriver``."""
+    driver = CoreDriver(case, core, before)
+    driver.run(lambda _: None)
+    return driver
+
+
 def _register() -> None:
     """Make the architecture known by its class: a name would have vLLM import it in a process of its own first."""
     from vllm import ModelRegistry
 
-    from fuzz.probe.model import ARCHITECTURE, ReplayProbeForCausalLM
+    from fuzz.probe.model import ReplayProbeForCausalLM
+    from fuzz.probe.plugin import ARCHITECTURE
 
     ModelRegistry.register_model(ARCHITECTURE, ReplayProbeForCausalLM)
-
-
-def _head(request: Request, length: int) -> list[tuple[str, int, int]]:
-    """The slices that make the first ``length`` tokens of the prompt."""
-    head = []
-    for stream, start, stop in request.prompt:
-        stop = min(stop, start + length)
-        if stop > start:
-            head.append((stream, start, stop))
-        length -= stop - start
-    return head
 
 
 def _check_numbers(trace: Trace) -> None:

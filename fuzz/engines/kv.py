@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from fuzz.engines.config import is_window
 from fuzz.engines.core import Core
 from fuzz.engines.drive import Scheduled
 from invariants.trace import NULL_BLOCK, CachedBytes, IntArray
@@ -21,20 +23,20 @@ class CacheWatch:
 
     def __init__(self, core: Core) -> None:
         self._pool = core.scheduler.kv_cache_manager.block_pool
-        self._groups = [index for index, group in enumerate(core.layout.kv_cache_groups) if _is_cached(group)]
+        self._groups = [
+            index for index, group in enumerate(core.layout.kv_cache_groups) if group.kv_cache_spec.prefix_cacheable
+        ]
         self._caches = core.caches()
+        self._factors = [_factors(caches) for caches in self._caches]
         self._open: list[dict[int, tuple[Any, int, int, int, int]]] = [{} for _ in core.layout.kv_cache_groups]
         """[group] block -> its hash, since, until, digest before, digest after"""
         self._closed: list[list[tuple[int, int, int, int, int]]] = [[] for _ in core.layout.kv_cache_groups]
 
     def look(self, scheduled: Scheduled) -> None:
         """After the step has been executed."""
-        from vllm.v1.core.kv_cache_utils import get_group_id
-
         cached: dict[int, dict[int, Any]] = {group: {} for group in self._groups}
-        for block in self._pool.blocks:
-            if block.block_hash is not None:
-                cached.get(get_group_id(block.block_hash), {})[block.block_id] = block.block_hash
+        for group, block, name in _cached_blocks(self._pool):
+            cached.get(group, {})[block] = name
         for group, hashes in cached.items():
             stays = self._open[group]
             for block in [block for block, stay in stays.items() if hashes.get(block) != stay[0]]:
@@ -53,9 +55,8 @@ class CacheWatch:
             return []
         total = torch.zeros(len(blocks), dtype=torch.int64)
         index = torch.tensor(blocks)
-        for layer, cache in enumerate(self._caches[group]):
+        for cache, factors in zip(self._caches[group], self._factors[group], strict=True):
             words = cache[index].reshape(len(blocks), -1).view(torch.int64)
-            factors = (torch.arange(words.shape[1]) + layer * 1000003) * -7046029254386353131 | 1
             total += (words * factors).sum(1)
         return [int(value) & (1 << 64) - 1 for value in total]
 
@@ -87,8 +88,6 @@ class Poisoner:
 
     def __call__(self, output: Any) -> None:
         """Before ``output``, a SchedulerOutput, is executed."""
-        from vllm.v1.core.kv_cache_utils import get_group_id
-
         from fuzz.probe.caches import cells
 
         for data in output.scheduled_new_reqs:
@@ -96,10 +95,8 @@ class Poisoner:
         readable = [np.zeros(caches[0].shape[:2], bool) for caches in self._caches]
         # Groups take their blocks from one pool of memory: each block is looked at as its owner has it.
         owned = np.zeros((len(readable), len(readable[0])), bool)
-        for block in self._scheduler.kv_cache_manager.block_pool.blocks:
-            if block.block_hash is not None:
-                readable[get_group_id(block.block_hash)][block.block_id] = True
-                owned[get_group_id(block.block_hash), block.block_id] = True
+        for group, cached, _ in _cached_blocks(self._scheduler.kv_cache_manager.block_pool):
+            readable[group][cached] = owned[group, cached] = True
         for request in self._scheduler.running:
             computed = request.num_computed_tokens - output.num_scheduled_tokens.get(request.request_id, 0)
             tables = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
@@ -119,11 +116,24 @@ class Poisoner:
         spec = self._groups[group]
         rows = readable.shape[1]
         low, high = 0, computed // (spec.block_size // rows)
-        if getattr(spec, "sliding_window", None):
+        if is_window(spec):
             low, high = max(start, computed - self._window + 1, 0), computed
         position = np.arange(low, min(high, len(table) * rows))
         readable[table[position // rows], position % rows] = True
 
 
-def _is_cached(group: Any) -> bool:
-    return bool(group.kv_cache_spec.prefix_cacheable)
+def _factors(caches: list[Any]) -> list[Any]:
+    """[layer] int64 [words a block]: odd numbers, other ones for each layer."""
+    import torch
+
+    words = [cache[0].numel() * cache.element_size() // 8 for cache in caches]
+    return [(torch.arange(n) + layer * 1000003) * -7046029254386353131 | 1 for layer, n in enumerate(words)]
+
+
+def _cached_blocks(pool: Any) -> Iterator[tuple[int, int, Any]]:
+    """Group, id and hash of every block in the prefix cache."""
+    from vllm.v1.core.kv_cache_utils import get_group_id
+
+    for block in pool.blocks:
+        if block.block_hash is not None:
+            yield get_group_id(block.block_hash), block.block_id, block.block_hash

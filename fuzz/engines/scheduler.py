@@ -48,20 +48,11 @@ class SchedulerEngine:
             require()
         except ImportError as error:
             raise Unavailable(f"vLLM {vllm.__version__} has no DeepSeek-V4.1 on model runner V2: {error}") from error
-        self._vllm_version = str(vllm.__version__)
         self._mode: str = mode
 
     def versions(self) -> dict[str, str]:
         """See ``Engine.versions``."""
-        import torch
-        import triton
-
-        return {
-            "vllm": self._vllm_version,
-            "torch": str(torch.__version__),
-            "triton": str(triton.__version__),
-            "kernels": self._mode,
-        }
+        return vllm_setup.versions(self._mode)
 
     def run(self, case: Case, brisk: bool = False) -> Trace:
         """See ``Engine.run``."""

@@ -22,10 +22,9 @@ from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
 
 from fuzz.probe.arithmetic import attend, linear, norm
 from fuzz.probe.caches import cells, make_caches, store
+from fuzz.probe.plugin import ARCHITECTURE
 from invariants.trace import Probe
 from invariants.weights import CODE_GAIN, LOGIT_GAIN, VOCAB, position_codes, weights
-
-ARCHITECTURE = "ReplayProbeForCausalLM"
 
 
 class Sizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

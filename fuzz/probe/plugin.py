@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 
+ARCHITECTURE = "ReplayProbeForCausalLM"
 RECORD = "REPLAYCHECK_RECORD"
 KERNELS = "REPLAYCHECK_KERNELS"
 
@@ -30,10 +31,9 @@ def register() -> None:
         triton_cpu.prepare("compiled" if kernels == "compiled" else "interpreter")
     from vllm import ModelRegistry
 
-    architecture = "ReplayProbeForCausalLM"
-    if architecture not in ModelRegistry.get_supported_archs():
+    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
         # By name: the module imports much of vLLM, and most processes will never want it.
-        ModelRegistry.register_model(architecture, "fuzz.probe.model:ReplayProbeForCausalLM")
+        ModelRegistry.register_model(ARCHITECTURE, f"fuzz.probe.model:{ARCHITECTURE}")
     if record:
         from fuzz.probe.recorder import MODES, recorder
 

@@ -89,20 +89,21 @@ class Recorder:
     def _look(self, batch: Any, slots: Any, metadata: Any, layout: Any) -> None:
         from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 
-        windows = [part for part in metadata.values() if isinstance(part, DeepseekSparseSWAMetadata)]
+        # Layers of one group share their metadata; groups differ in their block tables only.
+        parts = {id(part): part for part in metadata.values() if isinstance(part, DeepseekSparseSWAMetadata)}
+        windows = list(parts.values())
         if not windows:
             return
         if self.mode == "trace":
             self._batch = copy_batch(batch, slots, windows[0])
             return
         self._host.update(steps=1, rows=batch.num_reqs, tokens=batch.num_tokens)
-        # Layers of one group share their metadata; groups differ in their block tables only.
-        for window in {id(part): part for part in windows}.values():
+        for window in windows:
             self._count(batch, window)
         if self.mode == "check":
             from fuzz.probe import check
 
-            for window in {id(part): part for part in windows}.values():
+            for window in windows:
                 self._device[2:4] += check.wrong_reads(batch, window)
             self._device[4:] += check.wrong_writes(batch, slots, windows[0], layout)
 
