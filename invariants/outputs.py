@@ -30,9 +30,8 @@ def output_match(view: View) -> Iterator[Violation]:
         most = first_hit.get(index) if view.may_drift else None
         yield from _same("output-match", "no-cache", request, arm, request.finished != "length", most)
     if not view.may_drift:
-        for site in ("async", "ngram"):
-            for _, request, arm in _arm(view.trace, site):
-                yield from _same("output-match", site, request, arm, request.finished != "length")
+        for _, request, arm in _arm(view.trace, "ngram"):
+            yield from _same("output-match", "ngram", request, arm, request.finished != "length")
     yield from dense_match(view)
 
 

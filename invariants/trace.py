@@ -276,7 +276,7 @@ class Trace:
     """None where no model runs."""
     arms: dict[str, list[Outputs | None]] = field(default_factory=dict)
     """The same requests run again, one entry each (None: not comparable); an arm that was not run is absent.
-    "no-cache": prefix caching off, no events. "async", "ngram": async scheduling or speculative decoding on, no events.
+    "no-cache": prefix caching off, no events. "ngram": speculative decoding on, no events.
     "twice": exactly the same again. "poison": the same, with everything that the batch of a step may not read
     overwritten before the step. "alone": each request by itself, after one that
     caches just the prefix it had hit."""

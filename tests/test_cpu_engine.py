@@ -51,15 +51,31 @@ def test_an_exact_hit_is_a_cold_run_to_the_bit(cpu: Engine):
     assert not differ(trace)
 
 
-def test_async_scheduling_and_speculation_change_no_bit(cpu: Engine):
-    """Drafts are proposed: the prompt repeats itself, and so do its outputs' predecessors."""
+def test_speculation_changes_no_bit(cpu: Engine, monkeypatch: pytest.MonkeyPatch):
+    """And they happen. Drafts are proposed where a token was there before, as some output is in a prompt of 20."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    drafted = []
+    update = Scheduler.update_draft_token_ids
+
+    def watch(self: Any, drafts: Any) -> None:
+        drafted.extend(tokens for tokens in drafts.draft_token_ids if tokens)
+        update(self, drafts)
+
+    monkeypatch.setattr(Scheduler, "update_draft_token_ids", watch)
     again = (("s", 0, 10), ("s", 0, 10))
     requests = tuple(Request(id=f"r{arrive}", arrive=arrive, prompt=again, max_tokens=6) for arrive in (0, 9))
     trace = cpu.run(Case(geometry=SIZES, requests=requests, probe=Probe(kind="exact")))
     assert judge(trace) == []
     assert trace.admissions[1].hit == 16
-    assert {"async", "ngram"} <= trace.arms.keys()
+    assert "ngram" in trace.arms
     assert all(outputs is not None and len(outputs.tokens) == 6 for outputs in trace.arms["ngram"])
+    arms: Any = cpu
+    ran = {name: core.config for name, core in arms._cores.items()}
+    assert ran["ngram"].speculative_config.method == "ngram"
+    assert not ran["no-cache"].cache_config.enable_prefix_caching
+    assert ran["main"].speculative_config is None
+    assert drafted
 
 
 def test_a_deep_hit_is_another_run(cpu: Engine):

@@ -14,7 +14,6 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,6 @@ from invariants.trace import Geometry, Outputs, Probe
 ARM_OPTIONS: dict[str, dict[str, Any]] = {
     "main": {},
     "no-cache": {"enable_prefix_caching": False},
-    "async": {"async_scheduling": True},
     "ngram": {
         "speculative_config": {
             "method": "ngram",
@@ -40,7 +38,8 @@ ARM_OPTIONS: dict[str, dict[str, Any]] = {
         }
     },
 }
-"""What makes an arm's engine another one: vLLM's engine arguments."""
+"""What makes an arm's engine another one: vLLM's engine arguments. None has async scheduling: vLLM's CPU platform turns
+it off, whatever was asked for."""
 
 TOP = 3
 """Most likely tokens whose logprobs are asked for, besides the sampled one's."""
@@ -188,14 +187,10 @@ class CoreDriver(Driver):
         engine.model_executor.execute_model = execute_model
         scheduler.update_from_output = update_from_output
         try:
-            outputs, executed = engine.step_fn()
+            outputs, executed = engine.step()
             engine.post_step(executed)
         finally:
             del engine.model_executor.execute_model, scheduler.update_from_output
-        if scheduled.output is None:
-            # With async scheduling a step may only put a batch on its way.
-            scheduled.output = SimpleNamespace(total_num_scheduled_tokens=int(executed), num_scheduled_tokens={})
-            return
         self.count(outputs)
         self._collect(outputs)
         self.end_finished(list(scheduled.output.num_scheduled_tokens), scheduled)

@@ -124,9 +124,8 @@ class CpuEngine:
         if not brisk:
             if probe.kind == "exact" or not case.geometry.replay:
                 # Others may be hit then, and deep hits differ.
-                for arm in ("async", "ngram"):
-                    with contextlib.suppress(Refused):
-                        trace.arms[arm] = self._again(plain, probe, arm)
+                with contextlib.suppress(Refused):
+                    trace.arms["ngram"] = self._again(plain, probe, "ngram")
             trace.arms["twice"] = self._again(case, probe)
             trace.arms["poison"] = self._again(case, probe, poison=True)
             trace.arms["alone"] = self._alone(case, probe, trace)
