@@ -94,6 +94,21 @@ def test_check_sees_replayed_tokens_that_write(count: Callable[[str], dict[str, 
     assert count("check")["unfenced_writes"] == 4
 
 
+def test_check_sees_tokens_that_write_nothing(count: Callable[[str], dict[str, int]], monkeypatch: pytest.MonkeyPatch):
+    """The first token of each step, in both groups; the hit's is replayed, so that only its window slot is missed."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    prepare = GPUModelRunner.prepare_attn
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        tables, slots = prepare(*args, **kwargs)
+        slots[:, 0] = -1
+        return tables, slots
+
+    monkeypatch.setattr(GPUModelRunner, "prepare_attn", broken)
+    assert count("check")["lost_writes"] == 3 * 2 + 1
+
+
 ACROSS = """
 import json, sys
 from fuzz.probe.model import Sizes, hf_config

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""The known finding of the null block covers what it explains, and nothing beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from fuzz import corpus, known
+from fuzz.engines.base import Engine
+from invariants import judge
+from invariants.trace import NULL_BLOCK, Trace
+
+OUTPUTS = {"output-match", "poison-blind"}
+
+
+@pytest.fixture(scope="module")
+def shared(open_engine: Callable[[str], Engine]) -> Trace:
+    """Two requests that replay from one slot of the null block: the outputs of one are wrong."""
+    (path,) = corpus.files(corpus.folder("cpu", "known"))
+    return open_engine("cpu").run(corpus.read(path))
+
+
+def test_wrong_outputs_are_its_consequence(shared: Trace):
+    news, old = known.split(judge(shared), shared)
+    assert not news
+    assert {violation.invariant for violation in old["null-replay-block"]} >= OUTPUTS | {"gather-live", "write-fence"}
+
+
+def test_wrong_outputs_beside_another_null_block_are_news(shared: Trace):
+    """Of the hit, as a table would be that has lost the block of its last tokens."""
+    group = next(i for i, spec in enumerate(shared.groups) if spec.kind == "window")
+    before = [step.tables[group] for step in shared.steps]
+    found = judge(shared)
+    try:
+        for step in shared.steps:
+            step.tables[group] = [table.copy() for table in step.tables[group]]
+            for table in step.tables[group]:
+                table[-1] = NULL_BLOCK
+        news, old = known.split(found, shared)
+    finally:
+        for step, tables in zip(shared.steps, before, strict=True):
+            step.tables[group] = tables
+    assert not old
+    assert {violation.invariant for violation in news} >= OUTPUTS
+
+
+def test_wrong_outputs_of_a_request_that_replays_from_elsewhere_are_news(shared: Trace):
+    wrong = [violation for violation in judge(shared) if violation.invariant in OUTPUTS]
+    cold = next(request.id for request in shared.requests if request.id.startswith("prime"))
+    for violation in wrong:
+        object.__setattr__(violation, "request", cold)
+    news, old = known.split(wrong, shared)
+    assert news == wrong
+    assert not old
