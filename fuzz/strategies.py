@@ -207,7 +207,7 @@ def with_probe(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
     """The same cases for an engine with a model: a probe for each, and now and then prompt logprobs asked for."""
     probes = st.builds(
         Probe,
-        kind=st.sampled_from(("exact", "deep")),
+        kind=st.sampled_from(("exact", "deep", "exact", "deep", "decoder")),
         layers=st.sampled_from((2, 2, 2, 1, 3)),
         compress_ratio=st.sampled_from((1, 1, 2)),
         seed=st.integers(0, 3),
@@ -217,8 +217,10 @@ def with_probe(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
 
 def _add_probe(case: Case, probe: Probe, asks: int | None) -> Case:
     """``asks``: which request asks for prompt logprobs, from the end."""
-    if probe.kind == "deep" and probe.layers == 1:
-        probe = msgspec.structs.replace(probe, layers=2)  # one layer sees the same window either way
+    # One layer sees the same window either way; a bound in trimmed layers takes three to be seen in an output.
+    least = {"exact": 1, "deep": 2, "decoder": 3}[probe.kind]
+    if probe.layers < least:
+        probe = msgspec.structs.replace(probe, layers=least)
     if case.geometry.block_size % probe.compress_ratio:
         probe = msgspec.structs.replace(probe, compress_ratio=1)
     requests = list(case.requests)

@@ -27,6 +27,8 @@ def output_match(view: View) -> Iterator[Violation]:
         return
     first_hit = _outputs_before_a_hit(view.trace)
     for index, request, arm in _arm(view.trace, "no-cache"):
+        if _is_trimmed(view, request):
+            continue  # by chunks, and those of the arm are others
         most = first_hit.get(index) if view.may_drift else None
         yield from _same("output-match", "no-cache", request, arm, request.finished != "length", most)
     if not view.may_drift:
@@ -56,7 +58,7 @@ def mix_blind(view: View) -> Iterator[Violation]:
     sources = view.lineage if arms and view.may_drift else None
     for index, request, arm in arms:
         mine = of_request.get(index, [])
-        if len(mine) != 1 or lives[mine[0]].hit != arm.hit:
+        if len(mine) != 1 or lives[mine[0]].hit != arm.hit or _is_trimmed(view, request):
             continue
         if sources is not None and any(n == NOBODY or lives[n].hit for n in set(sources[mine[0]].tolist())):
             continue
@@ -79,6 +81,11 @@ def drift(trace: Trace) -> NDArray[np.float64]:
             apart = np.abs(mine.logprobs[:rows, :, None].astype(np.float64) - arm.logprobs[:rows, None, :])
             found.append(float(apart[both].max(initial=0.0)))
     return np.array(found, np.float64)
+
+
+def _is_trimmed(view: View, request: TracedRequest) -> bool:
+    """Whether the request has a chunk whose rows decoder-side replay trims, or may have one in another batch."""
+    return view.decoder_replay and len(request.prompt) + request.max_tokens > view.replay
 
 
 def _outputs_before_a_hit(trace: Trace) -> dict[int, int]:

@@ -18,7 +18,7 @@ from fuzz.strategies import cases, with_probe
 from invariants import judge
 from invariants.dense import tolerance
 from invariants.outputs import drift
-from invariants.trace import Geometry, Probe, Trace
+from invariants.trace import DECODER_FIRST, DECODER_REST, Geometry, Probe, Trace
 
 SIZES = Geometry(window=4, block_size=4, swa_block_size=2, num_blocks=40, max_num_batched_tokens=8, max_num_seqs=4)
 PRIME = Request(id="prime", arrive=0, prompt=(("s", 0, 21),), max_tokens=2)
@@ -113,6 +113,40 @@ def test_prompt_logprobs(cpu: Engine):
     assert outputs.prompt_ids is not None
     assert outputs.prompt_ids[:, 0].tolist() == HIT.tokens()[1:].tolist()
     assert trace.admissions[1].hit == 0
+
+
+def test_last_layers_run_on_the_last_rows_only(cpu: Engine):
+    """Chunks of 14: of the cold one [0, 14) 10 to 13 are kept, of [14, 21) 17 to 20; of the hit's [12, 21) likewise."""
+    probe = Probe(kind="decoder", layers=4)
+    trace = cpu.run(change(TWO, probe, max_num_batched_tokens=14))
+    assert judge(trace) == []
+    kept = [
+        (step.index, consumer, gathers.position.tolist(), gathers.first.tolist())
+        for step in trace.steps
+        for consumer in (DECODER_FIRST, DECODER_REST)
+        for gathers in step.gathers
+        if gathers.consumer == consumer
+    ]
+    assert kept == [
+        (0, DECODER_FIRST, [10, 11, 12, 13], [7, 8, 9, 10]),
+        (0, DECODER_REST, [10, 11, 12, 13], [10, 10, 10, 10]),
+        (1, DECODER_FIRST, [17, 18, 19, 20], [14, 15, 16, 17]),
+        (1, DECODER_REST, [17, 18, 19, 20], [17, 17, 17, 17]),
+        (5, DECODER_FIRST, [17, 18, 19, 20], [14, 15, 16, 17]),
+        (5, DECODER_REST, [17, 18, 19, 20], [17, 17, 17, 17]),
+    ]
+    assert drift(trace).max() > tolerance(probe, keys=24)
+
+
+def test_last_layers_run_on_every_row_that_is_wanted(cpu: Engine):
+    asks = msgspec.structs.replace(PRIME, prompt_logprobs=True)
+    probe = Probe(kind="decoder", layers=3)
+    trace = cpu.run(change(msgspec.structs.replace(TWO, requests=(asks,)), probe, max_num_batched_tokens=14))
+    assert judge(trace) == []
+    assert {gathers.consumer for step in trace.steps for gathers in step.gathers} == {"paged-index", "gather-length"}
+    off = cpu.run(change(TWO, probe, max_num_batched_tokens=14, replay=False))
+    assert judge(off) == []
+    assert not differ(off)
 
 
 def test_preempted_by_the_pool_and_resumed(cpu: Engine):

@@ -113,7 +113,7 @@ class CpuEngine:
 
     def time_plain(self, case: Case) -> float:
         """CPU seconds that the case takes on the bare engine, for benchmarks: no arm, nothing judged."""
-        core = self._core(case, Probe())
+        core = self._core(case, Probe() if case.probe is UNSET else case.probe)
         started = time.process_time()
         _unwatched(case, core)
         return time.process_time() - started

@@ -28,7 +28,7 @@ from fuzz.engines.shadow import (
     stretches,
 )
 from fuzz.probe.batch import Batch
-from invariants.trace import PAD_SLOT, Admission, IntArray, Step, Trace, Writes
+from invariants.trace import DECODER_FIRST, DECODER_REST, PAD_SLOT, Admission, IntArray, Step, Trace, Writes
 
 
 class Batches(Protocol):
@@ -196,9 +196,10 @@ class StepRecorder:
         shadow = self._shadows[self._window_group]
         tables = Tables(batch.window_table, shadow.block_size)
         queries = Queries(row, batch.positions)
-        step.gathers.append(
-            gathers_from_indices("paged-index", queries, batch.swa_indices, batch.swa_lens, tables, shadow)
-        )
+        step.gathers.append(gathers_from_indices("paged-index", queries, *batch.indices, tables, shadow))
+        kept = Queries(row[batch.kept], batch.positions[batch.kept])
+        for consumer, indices in zip((DECODER_FIRST, DECODER_REST), batch.kept_indices, strict=False):
+            step.gathers.append(gathers_from_indices(consumer, kept, *indices, tables, shadow))
         if len(batch.gather_lens):
             # The prefill rows come last; the others are empty stretches.
             low = batch.computed + batch.scheduled
