@@ -23,7 +23,7 @@ from hypothesis.strategies import SearchStrategy
 from fuzz import corpus, options, report
 from fuzz.case import Case, encode
 from fuzz.engines.base import Engine, Refused
-from fuzz.run import Judged, Key, Tally, brisk, general, keep, open_engine, run_case
+from fuzz.run import REAL_WINDOW, Judged, Key, Tally, brisk, general, keep, open_engine, run_case
 from fuzz.strategies import cases, with_probe
 
 ROUND: Final = 1000
@@ -72,6 +72,8 @@ class Explorer:
             for case in seeds:
                 if self._spent():
                     break
+                # pytest runs them in full; here the long ones would take half of a minute in all arms of a model.
+                self._brisk = self.engine.has_model and case.geometry.window >= REAL_WINDOW
                 if news := self._explore(case):
                     self._set_aside(news)
             self._keep_set_aside()

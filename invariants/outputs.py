@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invariants.oracle import dense_match
+from invariants.reference import replay_start
 from invariants.trace import NOBODY, BoolArray, Outputs, Trace, TracedRequest, Violation
 from invariants.view import View
 
@@ -66,11 +67,12 @@ def mix_blind(view: View) -> Iterator[Violation]:
 
 
 def drift(trace: Trace) -> NDArray[np.float64]:
-    """float64 [requests with a hit and a no-cache entry]: largest difference of a logprob from the no-cache arm's.
+    """float64 [requests with a replayed hit and a no-cache entry]: largest difference of a logprob from that arm's.
 
     Of ids that both list, up to and including the first output whose token differs. For reports; nothing is owed.
     """
-    hits = {life.request for life in trace.admissions if life.hit > 0}
+    window = trace.geometry.window if trace.replay_expected else 0
+    hits = {life.request for life in trace.admissions if replay_start(life.hit, window) > 0}
     found = []
     for index, request, arm in _arm(trace, "no-cache"):
         if index in hits and request.outputs is not None:

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 
 from fuzz.case import Case, Event, Request
-from fuzz.engines.base import Engine, Refused
+from fuzz.engines.base import Engine, Refused, Unavailable
+from fuzz.engines.cpu import CpuEngine
 from fuzz.strategies import cases, with_probe
 from invariants import judge
 from invariants.dense import tolerance
@@ -197,6 +201,51 @@ def test_an_exception_in_the_model_is_a_fault(cpu: Engine, monkeypatch: pytest.M
     faults = cpu.run(TWO).faults
     assert [fault.kind for fault in faults] == ["exception"]
     assert "out of bounds" in faults[0].message
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        ("vllm.models.deepseek_v41.nvidia.model_state", "lacks what the CPU engine is made of"),
+        ("vllm.v1.worker.gpu.model_runner", "lacks what the CPU engine is made of"),
+    ],
+)
+def test_a_vllm_without_bounded_replay(module: str, reason: str, cpu: Engine, monkeypatch: pytest.MonkeyPatch):
+    """None in sys.modules is how Python spells a module that is not there."""
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(Unavailable, match=f"{reason}: .*{module}"):
+        CpuEngine()
+
+
+def test_a_vllm_whose_model_state_was_renamed(cpu: Engine, monkeypatch: pytest.MonkeyPatch):
+    from vllm.models.deepseek_v41.nvidia import model_state
+
+    monkeypatch.delattr(model_state, "DeepseekV41ModelState")
+    with pytest.raises(Unavailable, match=r"cannot import name 'DeepseekV41ModelState'"):
+        CpuEngine()
+
+
+def test_an_architecture_that_stays_unregistered(cpu: Engine, monkeypatch: pytest.MonkeyPatch):
+    from vllm import ModelRegistry
+
+    from fuzz.probe.plugin import ARCHITECTURE
+
+    monkeypatch.setattr(type(ModelRegistry), "register_model", lambda *_: None)
+    monkeypatch.delitem(ModelRegistry.models, ARCHITECTURE)
+    with pytest.raises(Unavailable, match=f"does not know the architecture {ARCHITECTURE}"):
+        CpuEngine()
+
+
+def test_a_plugin_that_fails_is_one_line_and_exit_code_2():
+    """In the child, which loads vLLM's plugins as every worker does."""
+    environment = os.environ | {"REPLAYCHECK_RECORD": "everything"}
+    command = [sys.executable, "-m", "fuzz.cli", "run", "--engine", "cpu", "--cases", "1"]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 2
+    assert ran.stdout == ""
+    (line,) = [line for line in ran.stderr.splitlines() if "replaycheck" in line.lower()]
+    assert "a plugin of vLLM fails to load: REPLAYCHECK_RECORD=everything: it can be count, check, trace" in line
+    assert "Traceback" not in ran.stderr
 
 
 @settings(max_examples=max(1, settings.default.max_examples // 10))
