@@ -217,8 +217,9 @@ def with_probe(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
 
 def _add_probe(case: Case, probe: Probe, asks: int | None) -> Case:
     """``asks``: which request asks for prompt logprobs, from the end."""
-    # One layer sees the same window either way; a bound in trimmed layers takes three to be seen in an output.
-    least = {"exact": 1, "deep": 2, "decoder": 3}[probe.kind]
+    # Fewer see the same either way: the last row of a replay has its whole window, in the first layer; a bound in
+    # trimmed layers shows in an output through the third.
+    least = {"exact": 1, "deep": 2 if case.geometry.window > 2 else 3, "decoder": 3}[probe.kind]
     if probe.layers < least:
         probe = msgspec.structs.replace(probe, layers=least)
     if case.geometry.block_size % probe.compress_ratio:

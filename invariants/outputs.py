@@ -67,9 +67,10 @@ def mix_blind(view: View) -> Iterator[Violation]:
 
 
 def drift(trace: Trace) -> NDArray[np.float64]:
-    """float64 [requests with a replayed hit and a no-cache entry]: largest difference of a logprob from that arm's.
+    """float64 [requests with a replayed hit and a no-cache entry]: how far a logprob is, at most, from that arm's.
 
-    Of ids that both list, up to and including the first output whose token differs. For reports; nothing is owed.
+    Up to and including the first output whose token differs. Of an id that only one of them lists, the other's logprob
+    is no higher than the lowest that it lists, and is taken for that. For reports; nothing is owed.
     """
     window = trace.geometry.window if trace.replay_expected else 0
     hits = {life.request for life in trace.admissions if replay_start(life.hit, window) > 0}
@@ -79,10 +80,17 @@ def drift(trace: Trace) -> NDArray[np.float64]:
             mine, rows = request.outputs, min(len(request.outputs.tokens), len(arm.tokens))
             differ = np.flatnonzero(mine.tokens[:rows] != arm.tokens[:rows])
             rows = int(differ[0]) + 1 if len(differ) else rows
-            both = mine.ids[:rows, :, None] == arm.ids[:rows, None, :]
-            apart = np.abs(mine.logprobs[:rows, :, None].astype(np.float64) - arm.logprobs[:rows, None, :])
-            found.append(float(apart[both].max(initial=0.0)))
+            found.append(max(_apart(mine, arm, rows), _apart(arm, mine, rows)))
     return np.array(found, np.float64)
+
+
+def _apart(one: Outputs, other: Outputs, rows: int) -> float:
+    """Of the ids that ``one`` lists in its first rows."""
+    same = one.ids[:rows, :, None] == other.ids[:rows, None, :]
+    logprobs = one.logprobs[:rows, :, None].astype(np.float64)
+    apart = np.abs(logprobs - other.logprobs[:rows, None, :])
+    above = logprobs[..., 0] - other.logprobs[:rows].min(1, initial=0.0, keepdims=True)
+    return float(max(apart[same].max(initial=0.0), above[~same.any(2)].max(initial=0.0)))
 
 
 def _is_trimmed(view: View, request: TracedRequest) -> bool:
