@@ -60,7 +60,7 @@ def test_vllm_runs_as_on(architecture: Architecture, cdna: int, fnuz: bool) -> N
         )
         assert current_platform.is_fp8_fnuz() == fnuz
         assert current_platform.get_device_capability().major == 9
-        assert [layers._ON_GFX950, kernels._ON_GFX950, kernels._ON_GFX942] == [cdna == 4, cdna == 4, cdna == 3]
+        assert [cdna == 4, cdna == 4, cdna == 3] == [layers._ON_GFX950, kernels._ON_GFX950, kernels._ON_GFX942]
         assert layers.rocm_sparse_attn_decode is kernels.rocm_sparse_attn_decode
 
 
@@ -74,7 +74,7 @@ def test_it_is_undone() -> None:
             import vllm.models.deepseek_v41.common.ops.fused_compress_quant_cache as shared
 
             here = architecture == "gfx950"
-            assert [layers._ON_GFX950, shared._ON_GFX950] == [here, here]
+            assert [here, here] == [layers._ON_GFX950, shared._ON_GFX950]
             assert _fingerprint() != before
         after = _fingerprint()
         assert {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)} == set()
