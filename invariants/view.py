@@ -44,6 +44,7 @@ class Reads:
     cell_slot: IntArray
     cell_writer: IntArray
     cell_written: IntArray
+    serves: Literal["all", "prefills", "decodes"]
 
 
 @dataclass(slots=True)
@@ -101,10 +102,10 @@ class View:
         self.reads = self._reads()
 
     def _reads(self) -> list[Reads]:
-        parts: dict[tuple[str, Literal["query", "row"]], list[tuple[int, Gathers]]] = {}
+        parts: dict[Any, list[tuple[int, Gathers]]] = {}
         for index, step in enumerate(self.trace.steps):
             for gathers in step.gathers:
-                parts.setdefault((gathers.consumer, gathers.per), []).append((index, gathers))
+                parts.setdefault((gathers.consumer, gathers.per, gathers.serves), []).append((index, gathers))
         return [
             Reads(
                 consumer,
@@ -118,8 +119,9 @@ class View:
                 self._join([g.cell_slot for _, g in part]),
                 self._join([g.cell_writer for _, g in part]),
                 self._join([g.cell_written for _, g in part]),
+                serves,
             )
-            for (consumer, per), part in parts.items()
+            for (consumer, per, serves), part in parts.items()
         ]
 
     @cached_property

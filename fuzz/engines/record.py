@@ -199,6 +199,12 @@ class StepRecorder:
         step.gathers.append(
             gathers_from_indices("paged-index", queries, batch.swa_indices, batch.swa_lens, tables, shadow)
         )
+        for read in batch.lists:
+            served = slice(read.begin, read.begin + len(read.lens))
+            some = Queries(row[served], batch.positions[served])
+            found = gathers_from_indices(read.consumer, some, read.indices, read.lens, tables, shadow)
+            found.serves = read.serves
+            step.gathers.append(found)
         if len(batch.gather_lens):
             # The prefill rows come last; the others are empty stretches.
             low = batch.computed + batch.scheduled

@@ -4,12 +4,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 
 from invariants.trace import BoolArray, IntArray
+
+
+@dataclass(slots=True)
+class IndexList:
+    """The window KV that one consumer is told to read, query by query."""
+
+    consumer: str
+    serves: Literal["all", "prefills", "decodes"]
+    begin: int
+    """Token of the batch that the first row is for; the others follow."""
+    indices: IntArray
+    """[queries, width] slots, of which the first ``lens`` count. -1 fills a row past its length."""
+    lens: IntArray
+    """[queries]"""
 
 
 @dataclass(slots=True)
@@ -37,6 +51,8 @@ class Batch:
     """int32 [tokens]"""
     gather_lens: IntArray
     """int32 [prefill rows], rows gathered for each prefill request; the last ``len(gather_lens)`` rows of the batch."""
+    lists: list[IndexList] = field(default_factory=list)
+    """What further consumers read, where they have been asked."""
 
 
 def copy_batch(batch: Any, slots: Any, metadata: Any) -> Batch:
