@@ -44,9 +44,11 @@ def builder_class() -> type[Any]:
             batch = (common_prefix_len, common_attn_metadata, fast_build, replay_start)
             with rocm("gfx950"):
                 metadata = super().build(*batch)
-            with rocm("gfx942"):
-                kind = gfx942.DeepseekV41ROCMAiterSparseSWAMetadata
-                metadata.fused = swa_decode_meta.build(self._gfx942, *batch, kind)
+            metadata.fused = None
+            if not metadata.num_prefills:
+                with rocm("gfx942"):
+                    kind = gfx942.DeepseekV41ROCMAiterSparseSWAMetadata
+                    metadata.fused = swa_decode_meta.build(self._gfx942, *batch, kind)
             return metadata
 
     return Builder

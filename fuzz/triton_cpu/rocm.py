@@ -18,9 +18,10 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import cache
+from itertools import islice
 from typing import Any, Literal
-from unittest import mock
 
 Architecture = Literal["gfx950", "gfx942"]
 
@@ -50,16 +51,15 @@ def rocm(architecture: Architecture) -> Iterator[None]:
         yield
         return
     _import_shared()
-    with ExitStack() as stack:
-        stack.enter_context(_installed(_modules[architecture], architecture))
-        stack.enter_context(_platform())
-        stack.enter_context(mock.patch("vllm.utils.torch_utils.direct_register_custom_op", _register_once()))
-        stack.enter_context(_no_cpu_tensors())
+    with _installed(_modules[architecture], architecture), _platform(), _operators(), _no_cpu_tensors():
         _current.append(architecture)
-        stack.callback(_current.clear)
-        yield
+        try:
+            yield
+        finally:
+            _current.clear()
 
 
+@cache
 def _import_shared() -> None:
     """What all platforms share comes first, so that it stays the same module inside and outside."""
     import vllm.models.deepseek_v41.attention
@@ -69,27 +69,33 @@ def _import_shared() -> None:
 
 @contextmanager
 def _installed(own: dict[str, types.ModuleType], architecture: Architecture) -> Iterator[None]:
-    """Have ``own`` in ``sys.modules``, and keep in it what is imported on the way."""
+    """Have ``own`` in ``sys.modules``, and keep in it what is imported on the way.
+
+    Entered in every step of a run, so nothing looks at all of ``sys.modules`` after the first time: what is imported
+    stands at its end.
+    """
     if not own:
         _decided.update(name for name, module in sys.modules.items() if _has_decided(name, module))
     aside = _decided | set(own)
     before = {name: (sys.modules.get(name), _attribute(name)) for name in aside}
-    with mock.patch.dict(sys.modules, {"amdsmi": _amdsmi(architecture)}):
-        known = set(sys.modules) - aside
-        for name in aside:
-            sys.modules.pop(name, None)
-        for name, module in own.items():
-            _put(name, module, module)
-        size = len(sys.modules)
-        try:
-            if not own:
-                import vllm.platforms.rocm  # noqa: F401
-            yield
-        finally:
-            if len(sys.modules) != size or not own:
-                own.update((n, m) for n, m in sys.modules.items() if n not in known and n.startswith("vllm."))
-            for name in aside | set(own):
-                _put(name, *before.get(name, (None, _ABSENT)))
+    library = sys.modules.get("amdsmi")
+    for name in aside:
+        sys.modules.pop(name, None)
+    for name, module in own.items():
+        _put(name, module, module)
+    sys.modules["amdsmi"] = _amdsmi(architecture)
+    size = len(sys.modules)
+    try:
+        if not own:
+            import vllm.platforms.rocm  # noqa: F401
+        yield
+    finally:
+        for name in list(islice(sys.modules, size, None)):
+            if name.startswith("vllm."):
+                own[name] = sys.modules[name]
+        for name in aside | set(own):
+            _put(name, *before.get(name, (None, _ABSENT)))
+        _put("amdsmi", library, _ABSENT)
 
 
 def _has_decided(name: str, module: object) -> bool:
@@ -118,6 +124,7 @@ def _put(name: str, module: types.ModuleType | None, attribute: object) -> None:
         setattr(sys.modules[package], child, attribute)
 
 
+@cache
 def _amdsmi(architecture: Architecture) -> types.ModuleType:
     """AMD's system management library, as far as it is asked for the GPU's name."""
     library = types.ModuleType("amdsmi")
@@ -146,28 +153,36 @@ def _platform() -> Iterator[None]:
     from vllm.platforms import current_platform
     from vllm.platforms.rocm import RocmPlatform
 
-    class OnCpu(RocmPlatform):  # type: ignore[misc]
-        device_type = "cpu"
-        dispatch_key = "CPU"
-
     before = current_platform.__class__
-    current_platform.__class__ = OnCpu
+    current_platform.__class__ = _on_cpu(RocmPlatform)
     try:
         yield
     finally:
         current_platform.__class__ = before
 
 
-def _register_once() -> Any:
+@cache
+def _on_cpu(platform: type[Any]) -> type[Any]:
+    return type("RocmPlatformOnCpu", (platform,), {"device_type": "cpu", "dispatch_key": "CPU"})
+
+
+@contextmanager
+def _operators() -> Iterator[None]:
     """vLLM's operators have one name each in torch, and stay what they are when their module is imported again."""
     import torch
-    from vllm.utils.torch_utils import direct_register_custom_op
+    from vllm.utils import torch_utils
+
+    before = torch_utils.direct_register_custom_op
 
     def register(op_name: str, *args: Any, **kwargs: Any) -> None:
         if not hasattr(torch.ops.vllm, op_name):
-            direct_register_custom_op(op_name, *args, **kwargs)
+            before(op_name, *args, **kwargs)
 
-    return register
+    torch_utils.direct_register_custom_op = register
+    try:
+        yield
+    finally:
+        torch_utils.direct_register_custom_op = before
 
 
 @contextmanager
