@@ -120,12 +120,12 @@ def _writer(trace: Trace, reads: Reads, cell: int) -> str:
 def _unmatched(view: View, reads: Reads) -> tuple[IntArray, IntArray]:
     """Keys of queries without a run, and indices of runs too many."""
     keys = key(reads.row, reads.position)
-    if reads.per == "query" and reads.serves == "all":
-        return compare(keys, view.queries)
-    owed = (view.scheduled > 1) & (reads.serves != "decodes")
+    owed = reads.asked.copy()
+    if reads.per == "row" or reads.serves != "all":
+        owed &= (view.scheduled > 1) & (reads.serves != "decodes")
     owed[reads.row[reads.row >= 0]] = True  # one that may be left out is owed to a consumer that has it
     if reads.per == "query":
-        return compare(keys, view.queries[owed[view.query_row]])
+        return compare(keys, view.queries if owed.all() else view.queries[owed[view.query_row]])
     rows = np.flatnonzero(owed)
     return compare(keys, key(rows, view.computed[rows]))
 

@@ -186,6 +186,8 @@ class Gathers:
     serves: Literal["all", "prefills", "decodes"] = "all"
     """Whose windows it reads: those of all rows, or of those that run as a prefill, or as a decode. A row of one token
     may run as either, whatever it is."""
+    sampled: bool = False
+    """Asked in some steps only: where it is absent, nothing is missing."""
 
 
 @dataclass(slots=True)

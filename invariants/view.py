@@ -45,6 +45,8 @@ class Reads:
     cell_writer: IntArray
     cell_written: IntArray
     serves: Literal["all", "prefills", "decodes"]
+    asked: BoolArray
+    """[rows] of the trace: whether the consumer was asked in the row's step."""
 
 
 @dataclass(slots=True)
@@ -120,9 +122,15 @@ class View:
                 self._join([g.cell_writer for _, g in part]),
                 self._join([g.cell_written for _, g in part]),
                 serves,
+                self._asked(part),
             )
             for (consumer, per, serves), part in parts.items()
         ]
+
+    def _asked(self, part: list[tuple[int, Gathers]]) -> BoolArray:
+        if not all(gathers.sampled for _, gathers in part):
+            return np.ones(len(self.step), np.bool_)
+        return np.isin(self.step, [step for step, _ in part])
 
     @cached_property
     def lineage(self) -> list[IntArray]:

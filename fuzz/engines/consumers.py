@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
 """What each consumer of window KV is told to read in a step: every implementation of the lower bound (CONTRACT 17).
 
-All lists are made by vLLM's own code from one step's metadata, that of the ROCm builder (``rocm.py``), and come back
-as slots, whatever the consumer counts in. Relied upon: a layer without a compressed cache reads window KV alone, so the
-lists are asked for as such a layer asks.
+All lists are made by vLLM's own code from what one step's metadata is made of, and come back as slots, whatever the
+consumer counts in. Relied upon: a layer without a compressed cache reads window KV alone, so the lists are asked for as
+such a layer asks.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 
+from fuzz.engines.rocm import RocmBuilders
 from fuzz.engines.shadow import Tables
 from fuzz.probe.batch import IndexList
 from invariants.trace import PAD_SLOT, IntArray
@@ -23,19 +23,50 @@ NOWHERE = -2
 """In a list: an entry that points at nothing which holds window KV of the step."""
 
 
-def index_lists(metadata: Any, window: int) -> list[IndexList]:
-    """The lists for one step. ``metadata``: DeepseekV41ROCMAiterSparseSWAMetadata, with ``fused`` (``rocm.py``)."""
-    return [*_ragged(metadata, window), _mixed(metadata, window), *_fused(metadata, window), *_combine(metadata, window)]
+EVERY = 8
+"""Steps in which nothing is replayed: one in so many."""
 
 
-def _ragged(metadata: Any, window: int) -> Iterator[IndexList]:
+class Consumers:
+    """Asks in steps that replay, where the bound matters, and in every so many others: it costs what a step costs."""
+
+    def __init__(self, builder: Any, rocm_builders: RocmBuilders, window: int) -> None:
+        """``builder``: the shared one; what it is given from now on, the others are given as well."""
+        self._rocm = rocm_builders
+        self._window = window
+        self._steps = 0
+        self._given: tuple[Any, Any] = None, None
+        build = builder.build
+
+        def remember(
+            common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, replay_start: Any = None
+        ) -> Any:
+            self._given = common_attn_metadata, replay_start
+            return build(common_prefix_len, common_attn_metadata, fast_build, replay_start)
+
+        builder.build = remember
+
+    def lists(self, metadata: Any) -> list[IndexList]:
+        """What they read in the step for which the builder was just asked; empty where they are not asked."""
+        self._steps += 1
+        common, replay_start = self._given
+        if self._steps % EVERY and (replay_start is None or not replay_start.any()):
+            return []
+        found = [_mixed(metadata, self._window), *_combine(metadata, self._window)]
+        found.append(_ragged(self._rocm.build(0, common, replay_start=replay_start), self._window))
+        if not metadata.num_prefills:
+            found += _fused(self._rocm.build_fused(common, replay_start), self._window)
+        return found
+
+
+def _ragged(metadata: Any, window: int) -> IndexList:
     """What AITER's sparse MLA reads in place: slots of all queries end to end."""
     parts = [
         _rows(metadata.decode_swa_ragged_indices, metadata.decode_swa_ragged_indptr, window),
         _rows(metadata.prefill_swa_ragged_indices, metadata.prefill_swa_ragged_indptr, window),
     ]
     indices, lens = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    yield IndexList("ragged-list", "all", 0, indices, lens)
+    return IndexList("ragged-list", "all", 0, indices, lens)
 
 
 def _rows(ragged: Any, indptr: Any, window: int) -> tuple[IntArray, IntArray]:
@@ -51,6 +82,7 @@ def _rows(ragged: Any, indptr: Any, window: int) -> tuple[IntArray, IntArray]:
 
 def _mixed(metadata: Any, window: int) -> IndexList:
     """FlashInfer's matrix for decodes and prefills alike: W columns, of which it skips those that are -1."""
+    import torch
     from vllm.models.deepseek_v41.common.ops.cache_utils import build_flashinfer_mixed_sparse_indices
 
     tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
@@ -75,9 +107,8 @@ def _mixed(metadata: Any, window: int) -> IndexList:
     return IndexList("mixed-list", "all", 0, indices, (indices != PAD_SLOT).sum(1, dtype=np.int32))
 
 
-def _fused(metadata: Any, window: int) -> Iterator[IndexList]:
+def _fused(fused: Any, window: int) -> Iterator[IndexList]:
     """gfx942's one launch for a batch of decodes, which writes the list twice, dense and ragged."""
-    fused = metadata.fused
     if fused is None:
         return
     dense = fused.decode_swa_indices[:, 0].numpy().copy()
@@ -91,6 +122,7 @@ def _combine(metadata: Any, window: int) -> Iterator[IndexList]:
 
     As in ``_forward_prefill`` of the ROCm layer, chunk of requests by chunk.
     """
+    import torch
     from vllm.models.deepseek_v41.attention import DeepseekV4Attention
     from vllm.models.deepseek_v41.common.ops import combine_topk_swa_indices
 

@@ -203,7 +203,7 @@ class StepRecorder:
             served = slice(read.begin, read.begin + len(read.lens))
             some = Queries(row[served], batch.positions[served])
             found = gathers_from_indices(read.consumer, some, read.indices, read.lens, tables, shadow)
-            found.serves = read.serves
+            found.serves, found.sampled = read.serves, True
             step.gathers.append(found)
         if len(batch.gather_lens):
             # The prefill rows come last; the others are empty stretches.

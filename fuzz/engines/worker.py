@@ -13,7 +13,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from fuzz.engines import consumers, rocm
+from fuzz.engines.consumers import Consumers
+from fuzz.engines.rocm import RocmBuilders
 from fuzz.probe.batch import Batch, copy_batch
 
 
@@ -87,9 +88,8 @@ class Worker:
         runner.model_state = DeepseekV41ModelState(config, model, None, device)
         self._runner = runner
         self._layout = layout
-        self._all_consumers = all_consumers
-        self._window = config.model_config.hf_config.sliding_window
-        self._attn_groups = _attention_groups(config, layout, device, all_consumers)
+        self._attn_groups = _attention_groups(config, layout, device)
+        self._consumers = _consumers(config, self._attn_groups, device) if all_consumers else None
 
     def step(self, output: Any) -> Batch | None:
         """Take in one SchedulerOutput; None if it schedules nothing."""
@@ -113,8 +113,8 @@ class Worker:
             batch, CUDAGraphMode.NONE, tables, slots, self._attn_groups, self._layout
         )["window"]
         seen = copy_batch(batch, slots, metadata)
-        if self._all_consumers:
-            seen.lists = consumers.index_lists(metadata, self._window)
+        if self._consumers:
+            seen.lists = self._consumers.lists(metadata)
         batched = dict(zip(seen.request_ids, seen.scheduled.tolist(), strict=True))
         if batched != output.num_scheduled_tokens:
             raise Disagreement(f"the worker batches {batched}, the scheduler scheduled {output.num_scheduled_tokens}")
@@ -148,20 +148,25 @@ def _block_table_sizes(config: Any, layout: Any) -> dict[str, Any]:
     }
 
 
-def _attention_groups(config: Any, layout: Any, device: Any, all_consumers: bool) -> list[list[Any]]:
-    """The window group with vLLM's shared builder, or ROCm's for all consumers; the cacheable group needs none to be followed."""
+def _attention_groups(config: Any, layout: Any, device: Any) -> list[list[Any]]:
+    """The window group with vLLM's shared builder; the cacheable group needs none to be followed."""
     from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWABackend
     from vllm.v1.worker.utils import AttentionGroup
 
     from fuzz.probe.caches import WindowBuilder
 
-    builder = rocm.builder_class() if all_consumers else WindowBuilder
     groups: list[list[Any]] = []
     for index, group in enumerate(layout.kv_cache_groups):
         if "window" not in group.layer_names:
             groups.append([])
             continue
         attention = AttentionGroup(DeepseekSparseSWABackend, ["window"], group.kv_cache_spec, index)
-        attention.metadata_builders.append(builder(group.kv_cache_spec, ["window"], config, device))
+        attention.metadata_builders.append(WindowBuilder(group.kv_cache_spec, ["window"], config, device))
         groups.append([attention])
     return groups
+
+
+def _consumers(config: Any, groups: list[list[Any]], device: Any) -> Consumers:
+    (attention,) = next(group for group in groups if group)
+    rocm_builders = RocmBuilders(attention.kv_cache_spec, attention.layer_names, config, device)
+    return Consumers(attention.metadata_builders[0], rocm_builders, config.model_config.hf_config.sliding_window)

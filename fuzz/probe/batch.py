@@ -52,7 +52,7 @@ class Batch:
     gather_lens: IntArray
     """int32 [prefill rows], rows gathered for each prefill request; the last ``len(gather_lens)`` rows of the batch."""
     lists: list[IndexList] = field(default_factory=list)
-    """What further consumers read, where they have been asked."""
+    """What further consumers read, in a step in which they have been asked."""
 
 
 def copy_batch(batch: Any, slots: Any, metadata: Any) -> Batch:
