@@ -225,6 +225,11 @@ def key(row: IntArray, position: IntArray) -> IntArray:
     return row * _ROW + position
 
 
+def key_row(keys: IntArray) -> IntArray:
+    """[n] the row of each key."""
+    return keys // _ROW
+
+
 def unkey(number: int) -> tuple[int, int]:
     """(row, position) of a key with a position that is not negative."""
     return divmod(int(number), _ROW)
