@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
+from invariants.agree import gather_agree
 from invariants.bytes import cached_bytes
 from invariants.faults import no_fault
 from invariants.gather import gather_floor, gather_live, gather_window
@@ -26,6 +27,7 @@ INVARIANTS: dict[str, Callable[[View], Iterable[Violation]]] = {
     "gather-floor": gather_floor,
     "gather-window": gather_window,
     "gather-live": gather_live,
+    "gather-agree": gather_agree,
     "write-fence": write_fence,
     "hit-count": hit_count,
     "progress": progress,

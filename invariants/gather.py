@@ -5,7 +5,7 @@
 The lower bound is the one that the adopted hit implies (``reference.replay_start``), never the worker's own: a worker
 that forgot a replay start is exactly what has to be seen. A per-query consumer reads for every scheduled token. A
 per-row consumer reads for every chunk of more than one token; a row of one token may run as a decode, so it may be left
-out.
+out. So it may by one that serves prefills only, and one that serves decodes only may leave out any row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from invariants.reference import window_first
 from invariants.trace import NULL_BLOCK, BoolArray, IntArray, Trace, Violation
-from invariants.view import Reads, View, compare, examples, key, unkey
+from invariants.view import Reads, View, compare, examples, key, key_row, unkey
 
 
 def gather_floor(view: View) -> Iterator[Violation]:
@@ -124,10 +124,12 @@ def _writer(trace: Trace, reads: Reads, cell: int) -> str:
 def _unmatched(view: View, reads: Reads) -> tuple[IntArray, IntArray]:
     """Keys of queries without a run, and indices of runs too many."""
     keys = key(reads.row, reads.position)
-    if reads.per == "query":
-        return compare(keys, reads.queries)
-    owed = view.scheduled > 1
+    owed = reads.asked.copy()
+    if reads.per == "row" or reads.serves != "all":
+        owed &= (view.scheduled > 1) & (reads.serves != "decodes")
     owed[reads.row[reads.row >= 0]] = True  # one that may be left out is owed to a consumer that has it
+    if reads.per == "query":
+        return compare(keys, reads.queries if owed.all() else reads.queries[owed[key_row(reads.queries)]])
     rows = np.flatnonzero(owed)
     return compare(keys, key(rows, view.computed[rows]))
 

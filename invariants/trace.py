@@ -164,7 +164,8 @@ class Gathers:
     """
 
     consumer: str
-    """Who reads: "paged-index", "gather-length", ... ("block-table" when no kernel ran: see ``Trace.kernels``)."""
+    """Who reads: "paged-index", "gather-length", "combine", "mixed-list", "ragged-list", "fused-decode", ...
+    ("block-table" when no kernel ran: see ``Trace.kernels``)."""
     per: Literal["query", "row"]
     """query: a run is what one query reads; row: what all queries of a batch row read together."""
     row: IntArray
@@ -186,6 +187,11 @@ class Gathers:
     off) an adopted cell was written by an earlier admission, of this or another request with the same tokens."""
     cell_written: IntArray
     """int32 [cells], position that was written there, or -1."""
+    serves: Literal["all", "prefills", "decodes"] = "all"
+    """Whose windows it reads: those of all rows, or of those that run as a prefill, or as a decode. A row of one token
+    may run as either, whatever it is."""
+    sampled: bool = False
+    """Asked in some steps only: where it is absent, nothing is missing."""
 
 
 @dataclass(slots=True)

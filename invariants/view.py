@@ -48,6 +48,9 @@ class Reads:
     """[rows of the view] nothing below may be read by this consumer."""
     queries: IntArray
     """Keys of the queries that it serves, ascending."""
+    serves: Literal["all", "prefills", "decodes"]
+    asked: BoolArray
+    """[rows] of the trace: whether the consumer was asked in the row's step."""
 
 
 @dataclass(slots=True)
@@ -105,12 +108,12 @@ class View:
         self.reads = self._reads()
 
     def _reads(self) -> list[Reads]:
-        parts: dict[tuple[str, Literal["query", "row"]], list[tuple[int, Gathers]]] = {}
-        if self.decoder_replay:
-            parts = {(DECODER_FIRST, "query"): [], (DECODER_REST, "query"): []}  # owed, even if it never comes
+        parts: dict[Any, list[tuple[int, Gathers]]] = {}
+        if self.decoder_replay:  # owed, even if it never comes
+            parts = {(DECODER_FIRST, "query", "all"): [], (DECODER_REST, "query", "all"): []}
         for index, step in enumerate(self.trace.steps):
             for gathers in step.gathers:
-                parts.setdefault((gathers.consumer, gathers.per), []).append((index, gathers))
+                parts.setdefault((gathers.consumer, gathers.per, gathers.serves), []).append((index, gathers))
         return [
             Reads(
                 consumer,
@@ -126,9 +129,16 @@ class View:
                 self._join([g.cell_written for _, g in part]),
                 self._decoder_floor if consumer == DECODER_REST else self.floor,
                 self._kept_queries if consumer in (DECODER_FIRST, DECODER_REST) else self.queries,
+                serves,
+                self._asked(part),
             )
-            for (consumer, per), part in parts.items()
+            for (consumer, per, serves), part in parts.items()
         ]
+
+    def _asked(self, part: list[tuple[int, Gathers]]) -> BoolArray:
+        if not part or not all(gathers.sampled for _, gathers in part):
+            return np.ones(len(self.step), np.bool_)
+        return np.isin(self.step, [step for step, _ in part])
 
     @cached_property
     def lineage(self) -> list[IntArray]:
@@ -252,6 +262,11 @@ class Table:
 def key(row: IntArray, position: IntArray) -> IntArray:
     """[n] one number for each (row, position) pair, in their order."""
     return row * _ROW + position
+
+
+def key_row(keys: IntArray) -> IntArray:
+    """[n] the row of each key."""
+    return keys // _ROW
 
 
 def unkey(number: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import numpy as np
 import traces
 from plain_model import with_model
 
-from invariants.trace import Fault, Outputs, Trace
+from invariants.trace import Fault, Gathers, Outputs, Trace
 
 PAGED, LENGTH = 0, 1  # Step.gathers
 CACHEABLE, WINDOW = 0, 1  # Step.writes, Step.tables, Trace.groups
@@ -54,6 +54,22 @@ def writes(trace: Trace, group: int, step: int = 2):
 def table(trace: Trace, group: int, row: int, step: int = 2) -> np.ndarray:
     return trace.steps[step].tables[group][row]
 
+
+def ask(
+    trace: Trace, consumer: str, serves: str = "all", queries: slice = slice(None), step: int = 2, **values: object
+) -> Gathers:
+    """One more consumer, asked in this step alone; it reads what paged-index reads for these queries."""
+    paged = gathers(trace, step)
+    rows = np.unique(paged.row[queries])
+    more = replace(paged, consumer=consumer, serves=serves, sampled=True)
+    keep(more, "", list(range(len(paged.row)))[queries])
+    keep(more, "cell_", np.flatnonzero(np.isin(paged.cell_row, rows)).tolist())
+    set_all(more, **values)
+    trace.steps[step].gathers.append(more)
+    return more
+
+
+PREFILLS, DECODES = slice(1, None), slice(1)  # queries of step 2
 
 GATHER_BREAKS: dict[str, tuple[str, str, Break]] = {
     "a query reads from below replay_start": (
@@ -119,6 +135,27 @@ GATHER_BREAKS: dict[str, tuple[str, str, Break]] = {
     ),
     "a position without a cell": (
         "gather-live", "paged-index, cells", lambda t: keep(gathers(t), "cell_", [0, 1, 2, 3, 4, 6, 7, 8, 9, 10]),
+    ),
+    "one more consumer misses a query": (
+        "gather-window", "mixed-list", lambda t: keep(ask(t, "mixed-list"), "", [0, 1, 2, 3, 4, 5, 6]),
+    ),
+    "a consumer of prefills misses a query": (
+        "gather-window", "combine", lambda t: keep(ask(t, "combine", "prefills", PREFILLS), "", [0, 1, 2, 3, 4, 5]),
+    ),
+    "a consumer of prefills misses a chunk": (
+        "gather-window", "combine", lambda t: ask(t, "combine", "prefills", DECODES),
+    ),
+    "a consumer of decodes misses a query": (
+        "gather-window", "fused", lambda t: keep(ask(t, "fused", "decodes", PREFILLS), "", [0, 1, 2, 3, 4, 5]),
+    ),
+    "a window starts elsewhere for one more consumer": (
+        "gather-agree", "combine", lambda t: put(ask(t, "combine", "prefills", PREFILLS).first, 3, 5),
+    ),
+    "a window ends elsewhere for one more consumer": (
+        "gather-agree", "fused", lambda t: put(ask(t, "fused", "decodes", DECODES).last, 0, 9),
+    ),
+    "a chunk is not what its queries are": (
+        "gather-agree", "gather-length", lambda t: put(gathers(t, consumer=LENGTH).first, 0, 5),
     ),
     "a position with two cells": (
         "gather-live", "paged-index, cells", lambda t: keep(gathers(t), "cell_", [*range(11), 10]),

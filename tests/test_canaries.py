@@ -124,10 +124,22 @@ def rows_get_the_replay_start_of_others(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def mixed_list_ignores_replay_start(patch: pytest.MonkeyPatch) -> None:
+    from vllm.models.deepseek_v41.common.ops import cache_utils
+
+    build = cache_utils.build_flashinfer_mixed_sparse_indices
+    patch.setattr(
+        cache_utils,
+        "build_flashinfer_mixed_sparse_indices",
+        lambda *args, replay_start, **kw: build(*args, replay_start=replay_start * 0, **kw),
+    )
+
+
 CANARIES: dict[str, Break] = {
     "gather-floor": replay_start_not_handed_on,
     "gather-window": replay_start_one_late,
     "gather-live": window_block_freed_early,
+    "gather-agree": mixed_list_ignores_replay_start,
     "write-fence": replayed_slots_not_padded,
     "hit-count": rewind_one_short,
     "progress": one_block_never_freed,

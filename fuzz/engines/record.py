@@ -200,6 +200,12 @@ class StepRecorder:
         kept = Queries(row[batch.kept], batch.positions[batch.kept])
         for consumer, indices in zip((DECODER_FIRST, DECODER_REST), batch.kept_indices, strict=False):
             step.gathers.append(gathers_from_indices(consumer, kept, *indices, tables, shadow))
+        for read in batch.lists:
+            served = slice(read.begin, read.begin + len(read.lens))
+            some = Queries(row[served], batch.positions[served])
+            found = gathers_from_indices(read.consumer, some, read.indices, read.lens, tables, shadow)
+            found.serves, found.sampled = read.serves, True
+            step.gathers.append(found)
         if len(batch.gather_lens):
             # The prefill rows come last; the others are empty stretches.
             low = batch.computed + batch.scheduled

@@ -68,7 +68,7 @@ class SchedulerEngine:
             metrics=driver.metrics,
             versions=self.versions(),
         )
-        worker = None if brisk else Worker(vllm_setup.vllm_config(case), layout)
+        worker = None if brisk else Worker(vllm_setup.vllm_config(case), layout, all_consumers=self._mode != "gpu")
         follow(driver, StepRecorder(trace, driver.scheduler, worker), trace)
         trace.interpreted = triton_cpu.fallbacks_since(before)
         trace.seconds = time.perf_counter() - started

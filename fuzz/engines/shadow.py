@@ -145,7 +145,12 @@ def gathers_from_indices(
     if ((indices != PAD_SLOT) == listed).all() and 0 < lens.min() <= lens.max() <= len(lane):
         starts = np.flatnonzero(np.diff(queries.row, prepend=-1))
         if ((tables.slots(queries.row[:, None], believed) == indices) | ~listed).all():
-            cells = stretches(np.minimum.reduceat(first, starts), np.maximum.reduceat(queries.position, starts), tables)
+            # Rows without a query are empty stretches.
+            low, high = np.zeros((2, len(tables)), np.int64)
+            high -= 1
+            low[queries.row[starts]] = np.minimum.reduceat(first, starts)
+            high[queries.row[starts]] = np.maximum.reduceat(queries.position, starts)
+            cells = stretches(low, high, tables)
             return gathers(consumer, "query", queries, (first, queries.position), cells, shadow)
     return _irregular(consumer, queries, indices, believed, shadow)
 

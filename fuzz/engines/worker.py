@@ -13,6 +13,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from fuzz.engines.consumers import Consumers
+from fuzz.engines.rocm import RocmBuilders
 from fuzz.probe.batch import Batch, copy_batch
 
 
@@ -33,9 +35,9 @@ def require() -> None:
 
 
 class Worker:
-    """Model runner V2 for one case. ``require`` comes first."""
+    """Model runner V2 for one case. ``require`` comes first. ``all_consumers``: see ``consumers.py``."""
 
-    def __init__(self, config: Any, layout: Any) -> None:
+    def __init__(self, config: Any, layout: Any, all_consumers: bool) -> None:
         import torch
         from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
         from vllm.v1.worker.gpu.block_table import BlockTables
@@ -87,6 +89,7 @@ class Worker:
         self._runner = runner
         self._layout = layout
         self._attn_groups = _attention_groups(config, layout, device)
+        self._consumers = _consumers(config, self._attn_groups, device) if all_consumers else None
 
     def step(self, output: Any) -> Batch | None:
         """Take in one SchedulerOutput; None if it schedules nothing."""
@@ -110,6 +113,8 @@ class Worker:
             batch, CUDAGraphMode.NONE, tables, slots, self._attn_groups, self._layout
         )["window"]
         seen = copy_batch(batch, slots, metadata)
+        if self._consumers:
+            seen.lists = self._consumers.lists(metadata)
         batched = dict(zip(seen.request_ids, seen.scheduled.tolist(), strict=True))
         if batched != output.num_scheduled_tokens:
             raise Disagreement(f"the worker batches {batched}, the scheduler scheduled {output.num_scheduled_tokens}")
@@ -159,3 +164,9 @@ def _attention_groups(config: Any, layout: Any, device: Any) -> list[list[Any]]:
         attention.metadata_builders.append(WindowBuilder(group.kv_cache_spec, ["window"], config, device))
         groups.append([attention])
     return groups
+
+
+def _consumers(config: Any, groups: list[list[Any]], device: Any) -> Consumers:
+    (attention,) = next(group for group in groups if group)
+    rocm_builders = RocmBuilders(attention.kv_cache_spec, attention.layer_names, config, device)
+    return Consumers(attention.metadata_builders[0], rocm_builders, config.model_config.hf_config.sliding_window)

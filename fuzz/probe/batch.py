@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,20 @@ class Indices(NamedTuple):
     """int32 [queries, W]: decode rows, then prefill rows. -1 fills a query's row past its length."""
     lens: IntArray
     """int32 [queries]"""
+
+
+@dataclass(slots=True)
+class IndexList:
+    """The window KV that one consumer is told to read, query by query."""
+
+    consumer: str
+    serves: Literal["all", "prefills", "decodes"]
+    begin: int
+    """Token of the batch that the first row is for; the others follow."""
+    indices: IntArray
+    """[queries, width] slots, of which the first ``lens`` count. -1 fills a row past its length."""
+    lens: IntArray
+    """[queries]"""
 
 
 @dataclass(slots=True)
@@ -60,6 +74,8 @@ class Batch:
     """int64 [kept tokens] that the layers of decoder-side replay run on; empty in a step without."""
     kept_indices: list[Indices]
     """Of the kept tokens, in the first such layer and in the others; empty in a step without."""
+    lists: list[IndexList] = field(default_factory=list)
+    """What further consumers read, in a step in which they have been asked."""
 
 
 def copy_batch(batch: Any, slots: Any, metadata: Any, kept: Kept | None = None) -> Batch:

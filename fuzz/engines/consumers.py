@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""What each consumer of window KV is told to read in a step: every implementation of the lower bound (CONTRACT 17).
+
+All lists are made by vLLM's own code from what one step's metadata is made of, and come back as slots, whatever the
+consumer counts in. Relied upon: a layer without a compressed cache reads window KV alone, so the lists are asked for as
+such a layer asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from fuzz.engines.rocm import RocmBuilders
+from fuzz.engines.shadow import Tables
+from fuzz.probe.batch import IndexList
+from invariants.trace import PAD_SLOT, IntArray
+
+NOWHERE = -2
+"""In a list: an entry that points at nothing which holds window KV of the step."""
+
+
+EVERY = 8
+"""Steps in which nothing is replayed: one in so many."""
+
+
+class Consumers:
+    """Asks in steps that replay, where the bound matters, and in every so many others: it costs what a step costs."""
+
+    def __init__(self, builder: Any, rocm_builders: RocmBuilders, window: int) -> None:
+        """``builder``: the shared one; what it is given from now on, the others are given as well."""
+        self._rocm = rocm_builders
+        self._window = window
+        self._steps = 0
+        self._given: tuple[Any, Any] = None, None
+        build = builder.build
+
+        def remember(
+            common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, replay_start: Any = None
+        ) -> Any:
+            self._given = common_attn_metadata, replay_start
+            return build(common_prefix_len, common_attn_metadata, fast_build, replay_start)
+
+        builder.build = remember
+
+    def lists(self, metadata: Any) -> list[IndexList]:
+        """What they read in the step for which the builder was just asked; empty where they are not asked."""
+        self._steps += 1
+        common, replay_start = self._given
+        if self._steps % EVERY and (replay_start is None or not replay_start.any()):
+            return []
+        found = [_mixed(metadata, self._window), *_combine(metadata, self._window)]
+        found.append(_ragged(self._rocm.build(0, common, replay_start=replay_start), self._window))
+        if not metadata.num_prefills:
+            found += _fused(self._rocm.build_fused(common, replay_start), self._window)
+        return found
+
+
+def _ragged(metadata: Any, window: int) -> IndexList:
+    """What AITER's sparse MLA reads in place: slots of all queries end to end."""
+    parts = [
+        _rows(metadata.decode_swa_ragged_indices, metadata.decode_swa_ragged_indptr, window),
+        _rows(metadata.prefill_swa_ragged_indices, metadata.prefill_swa_ragged_indptr, window),
+    ]
+    indices, lens = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return IndexList("ragged-list", "all", 0, indices, lens)
+
+
+def _rows(ragged: Any, indptr: Any, window: int) -> tuple[IntArray, IntArray]:
+    """[queries, W] and [queries] of a ragged list, which is None if there are no queries."""
+    if ragged is None:
+        return np.zeros((0, window), np.int32), np.zeros(0, np.int32)
+    bounds = indptr.numpy()
+    lens = np.diff(bounds)
+    dense = np.full((len(lens), max(window, int(lens.max(initial=0)))), PAD_SLOT, np.int32)
+    dense[np.arange(dense.shape[1]) < lens[:, None]] = ragged.numpy()[bounds[0] : bounds[-1]]
+    return dense, lens
+
+
+def _mixed(metadata: Any, window: int) -> IndexList:
+    """FlashInfer's matrix for decodes and prefills alike: W columns, of which it skips those that are -1."""
+    import torch
+    from vllm.models.deepseek_v41.common.ops.cache_utils import build_flashinfer_mixed_sparse_indices
+
+    tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
+    rows = metadata.num_decodes + metadata.num_prefills
+    indices = build_flashinfer_mixed_sparse_indices(
+        metadata.decode_swa_indices[:, 0],
+        None,
+        None,
+        torch.zeros((metadata.num_prefill_tokens, 0), dtype=torch.int32),
+        metadata.query_start_loc[: rows + 1],
+        metadata.seq_lens[:rows],
+        metadata.token_to_req_indices[:tokens],
+        metadata.block_table[:rows],
+        metadata.block_size,
+        None,
+        metadata.block_size,
+        window,
+        compress_ratio=0,
+        topk=0,
+        replay_start=metadata.replay_start[:rows],
+    )[0].numpy()
+    return IndexList("mixed-list", "all", 0, indices, (indices != PAD_SLOT).sum(1, dtype=np.int32))
+
+
+def _fused(fused: Any, window: int) -> Iterator[IndexList]:
+    """gfx942's one launch for a batch of decodes, which writes the list twice, dense and ragged."""
+    if fused is None:
+        return
+    dense = fused.decode_swa_indices[:, 0].numpy().copy()
+    yield IndexList("fused-decode", "decodes", 0, dense, fused.decode_swa_lens.numpy().copy())
+    ragged = _rows(fused.decode_swa_ragged_indices, fused.decode_swa_ragged_indptr, window)
+    yield IndexList("fused-decode-ragged", "decodes", 0, *ragged)
+
+
+def _combine(metadata: Any, window: int) -> Iterator[IndexList]:
+    """The default path of gfx950: rows of a workspace, into which ``gather-length`` rows a request are gathered.
+
+    As in ``_forward_prefill`` of the ROCm layer, chunk of requests by chunk.
+    """
+    import torch
+    from vllm.models.deepseek_v41.attention import DeepseekV4Attention
+    from vllm.models.deepseek_v41.common.ops import combine_topk_swa_indices
+
+    if not metadata.num_prefills or window & (window - 1):
+        return  # the kernel has one lane for each position of the window, so W is a power of two
+    decodes, starts = metadata.num_decodes, metadata.query_start_loc
+    lists = []
+    plan = metadata.get_prefill_chunk_plan(0, DeepseekV4Attention.PREFILL_CHUNK_SIZE, has_compressed=False)
+    for begin, end, first, stride in plan:
+        chunk = slice(begin, end)
+        queries = starts[decodes + begin : decodes + end + 1]
+        seq_lens, gather_lens = metadata.prefill_seq_lens[chunk], metadata.prefill_gather_lens[chunk]
+        topk = torch.zeros((int(queries[-1] - queries[0]), 1), dtype=torch.int32)
+        listed, lens = combine_topk_swa_indices(topk, queries, seq_lens, gather_lens, window, 0, 0, stride, first)
+        indices = listed.numpy()
+        slots = _gathered(metadata, chunk, first, stride)
+        inside = (indices >= 0) & (indices < len(slots))
+        found = np.where(inside, slots[np.where(inside, indices, 0)], NOWHERE)
+        lists.append((np.where(indices == PAD_SLOT, PAD_SLOT, found), lens.numpy()))
+    indices, lens = (np.concatenate(arrays) for arrays in zip(*lists, strict=True))
+    yield IndexList("combine", "prefills", metadata.num_decode_tokens, indices, lens)
+
+
+def _gathered(metadata: Any, chunk: slice, first: int, stride: int) -> IntArray:
+    """int64 [requests * stride]: the slot that is gathered into each row of the workspace."""
+    seq_lens, lens = metadata.prefill_seq_lens[chunk].numpy(), metadata.prefill_gather_lens[chunk].numpy()
+    tables = Tables(metadata.block_table[metadata.num_decodes :][chunk].numpy(), metadata.block_size)
+    slots = np.full((len(lens), stride), NOWHERE, np.int64)
+    row, lane = np.nonzero(np.arange(stride - first) < lens[:, None])
+    slots[row, first + lane] = tables.slots(row, (seq_lens - lens)[row] + lane)
+    return slots.ravel()
