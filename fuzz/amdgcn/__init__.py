@@ -3,7 +3,7 @@
 """vLLM's Triton kernels as AMD machine code, without a GPU and without ROCm.
 
 ``python -m fuzz.amdgcn ARCH JOBS`` is the process that does it: it pretends to have a GPU (``device``), has vLLM's own
-wrappers launch what the replay path launches (``launches``), keeps what Triton's JIT would compile instead of launching
+functions launch what the replay path launches (``places``), keeps what Triton's JIT would compile instead of launching
 it (``record``) and compiles that with Triton's AMD backend (``build``). ``compile_for`` starts that process: importing
 vLLM for a ROCm GPU is not to be undone, and nothing of it may get into the process that asked.
 """

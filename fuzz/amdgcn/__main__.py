@@ -13,7 +13,8 @@ import msgspec
 from fuzz.amdgcn import Answer, Row, Unavailable
 from fuzz.amdgcn.build import build
 from fuzz.amdgcn.device import pretend
-from fuzz.amdgcn.launches import Absent, Place, places
+from fuzz.amdgcn.names import Absent
+from fuzz.amdgcn.places import Place, places
 from fuzz.amdgcn.record import Launch, record
 
 

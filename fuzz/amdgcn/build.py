@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
 """Machine code of recorded launches, each compiled in a process of its own: LLVM ends the process when it gives up.
 
-Relied upon: ``JITFunction.preload`` compiles from a specialisation without a device; the code object's metadata, which the
-assembly ends with, has the registers and the scratch memory; Triton sets the size of LDS at launch, from its own metadata.
+Relied upon: ``JITFunction.preload`` compiles from a specialisation without a device; the code object's metadata, which
+the assembly ends with, has the registers and the scratch memory; Triton sets the size of LDS at launch, from its own
+metadata.
 """
 
 from __future__ import annotations
@@ -29,16 +30,18 @@ LINES: Final = 12
 
 def build(launches: Iterable[Launch], arch: str, jobs: int) -> Iterator[Row]:
     """Compile launches, ``jobs`` at a time; a row for each, in the order in which they get ready."""
-    waiting, running = list(launches)[::-1], dict[Connection, _Build]()
+    waiting, running = list(launches)[::-1], list[_Build]()
     while waiting or running:
         while waiting and len(running) < jobs:
-            started = _Build(waiting.pop(), arch)
-            running[started.answer] = started
-        for answer in wait(list(running), timeout=1.0):
-            yield running.pop(answer).row()  # type: ignore[index]
-        for late in [build for build in running.values() if time.monotonic() > build.deadline]:
-            del running[late.answer]
-            yield late.give_up()
+            running.append(_Build(waiting.pop(), arch))
+        answered = wait([each.answer for each in running], timeout=1.0)
+        for each in list(running):
+            if each.answer in answered:
+                running.remove(each)
+                yield each.row()
+            elif time.monotonic() > each.deadline:
+                running.remove(each)
+                yield each.give_up()
 
 
 class _Build:
@@ -47,7 +50,7 @@ class _Build:
     def __init__(self, launch: Launch, arch: str) -> None:
         self.launch, self.arch = launch, arch
         self.answer, answer = multiprocessing.Pipe(duplex=False)
-        self._words: IO[bytes] = tempfile.TemporaryFile()
+        self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the build
         # A fork has vLLM and Triton imported already, and nothing in it has been compiled yet.
         context = multiprocessing.get_context("fork")
         self._process = context.Process(target=_compile, args=(launch, answer, self._words.fileno()), daemon=True)

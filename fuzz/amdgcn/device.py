@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
 """A GPU that is not there, as far as vLLM and Triton look at it before they launch a kernel.
 
-Relied upon: vLLM asks the ``amdsmi`` module which architecture it has, once, when ``vllm.platforms.rocm`` is imported, and
-decides by it; torch's device properties give the number of compute units; Triton asks its active driver for the target.
+Relied upon: vLLM asks the ``amdsmi`` module which architecture it has, once, when ``vllm.platforms.rocm`` is imported,
+and decides by it; torch's device properties give the number of compute units; Triton asks its active driver for the
+target.
 Everything else is vLLM's own ROCm code. Only for a process that does nothing else: none of this is taken back.
 """
 

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
 """What Triton's JIT would compile for a launch, kept instead of compiled.
 
-Relied upon: a true answer of ``triton.knobs.runtime.jit_cache_hook`` makes the JIT neither compile nor launch, and the hook
-is handed the specialisation it derived from the arguments (dtypes, constants, alignment, 2-GB ranges, options) as
+Relied upon: a true answer of ``triton.knobs.runtime.jit_cache_hook`` makes the JIT neither compile nor launch, and the
+hook is handed the specialisation it derived from the arguments (dtypes, constants, alignment, 2-GB ranges, options) as
 JSON that ``JITFunction.preload`` compiles from.
 """
 
