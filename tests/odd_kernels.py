@@ -5,6 +5,8 @@
 Prints JSON: what compiling them gave, and what vLLM's launches were specialised to.
 """
 
+# ruff: noqa: E402 - vLLM and Triton are imported after pretend()
+
 from __future__ import annotations
 
 import json

@@ -186,7 +186,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def run(rows: list[Row], *arguments: str, triton: str = "3.9.0") -> int:
         answer = Answer(rows, VERSIONS | {"triton": triton})
-        monkeypatch.setattr(compiling, "compile_for", lambda arch, jobs: answer)
+        monkeypatch.setattr(compiling, "compile_for", lambda *_: answer)
         return main(["compile", "--arch", "gfx950", "--baseline", str(known), *arguments])
 
     return run

@@ -152,13 +152,13 @@ def _tables() -> Any:
 
 def gather_tables() -> None:
     """The batch's rows of every group's block table."""
-    _tables().gather_block_tables(ints(SEQS)[:4], 4, num_computed_tokens=ints(SEQS))
+    _tables().gather_block_tables(ints(SEQS, dtype="int64")[:4], 4, num_computed_tokens=ints(SEQS))
 
 
 def slots() -> None:
     """The slot of each token in every group."""
     batch = Batch()
-    _tables().compute_slot_mappings(ints(SEQS)[:4], batch.starts, ints(CHUNK, dtype="int64"), CHUNK)
+    _tables().compute_slot_mappings(ints(SEQS, dtype="int64")[:4], batch.starts, ints(CHUNK, dtype="int64"), CHUNK)
 
 
 def _state() -> Any:
@@ -187,7 +187,7 @@ def lookback() -> None:
     state, batch = _state(), Batch()
     state.lookback_token_ids, state.rope_state = ints(SEQS, LOOKBACK), None
     inputs = types.SimpleNamespace(
-        idx_mapping=ints(SEQS)[:4], query_start_loc=batch.starts, positions=ints(CHUNK, dtype="int64")
+        idx_mapping=ints(SEQS, dtype="int64")[:4], query_start_loc=batch.starts, positions=ints(CHUNK, dtype="int64")
     )
     tokens = types.SimpleNamespace(gpu=ints(SEQS, LONGEST))
     state.prepare_inputs(inputs, types.SimpleNamespace(all_token_ids=tokens))
