@@ -12,7 +12,6 @@ import os
 import shlex
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +72,10 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _compile(archs: list[str]) -> dict[str, Answer]:
-    jobs = max(1, len(os.sched_getaffinity(0)) // len(archs))
-    with ThreadPoolExecutor(len(archs)) as pool:
-        try:
-            return dict(zip(archs, pool.map(lambda arch: compile_for(arch, jobs), archs), strict=True))
-        except Unavailable as unavailable:
-            raise CannotRun(str(unavailable)) from unavailable
+    try:
+        return compile_for(archs, len(os.sched_getaffinity(0)))
+    except Unavailable as unavailable:
+        raise CannotRun(str(unavailable)) from unavailable
 
 
 def _read(path: Path, must_exist: bool) -> dict[str, baseline.Baseline]:

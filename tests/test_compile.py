@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,24 @@ def check_dtypes(launches: list[tuple[str, str, dict[str, Any]]], seen: dict[str
 def test_a_process_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(Unavailable, match="for gfx950 ended with 1: it said nothing"):
-        compile_for("gfx950", 1)
+        compile_for(["gfx950"], 1)
+
+
+def test_the_other_process_ends_with_the_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *gfx942*) exit 3;; esac\nsleep 600 & wait\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    started = time.monotonic()
+    with pytest.raises(Unavailable, match="for gfx942 ended with 3"):
+        compile_for(["gfx942", "gfx950"], 2)
+    assert time.monotonic() - started < 60
+
+
+def test_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(Unavailable, match="did not start"):
+        compile_for(["gfx950"], 1)
 
 
 def test_triton_without_an_amd_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +204,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def run(rows: list[Row], *arguments: str, triton: str = "3.9.0") -> int:
         answer = Answer(rows, VERSIONS | {"triton": triton})
-        monkeypatch.setattr(compiling, "compile_for", lambda *_: answer)
+        monkeypatch.setattr(compiling, "compile_for", lambda archs, _: dict.fromkeys(archs, answer))
         return main(["compile", "--arch", "gfx950", "--baseline", str(known), *arguments])
 
     return run

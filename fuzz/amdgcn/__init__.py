@@ -11,8 +11,10 @@ vLLM for a ROCm GPU is not to be undone, and nothing of it may get into the proc
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -54,25 +56,45 @@ class Answer(msgspec.Struct, frozen=True):
     unavailable: str | None = None
 
 
-def compile_for(arch: str, jobs: int) -> Answer:
-    """Compile every launch for one of ``ARCHS``, in a process of its own with this many compiler processes.
+def compile_for(archs: Sequence[str], jobs: int) -> dict[str, Answer]:
+    """Compile every launch for each of these ``ARCHS``, in a process each, with ``jobs`` compilers at a time in all.
 
-    Raises ``Unavailable``: no vLLM, no Triton with an AMD backend, or the process died.
+    Raises ``Unavailable``: no vLLM, no Triton with an AMD backend, or a process died.
     """
-    # -P and our own path: -m would put the working directory first, and in a clone of vLLM that is another vLLM.
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    ran = subprocess.run(
-        [sys.executable, "-P", "-m", "fuzz.amdgcn", arch, str(jobs)],
-        env=os.environ | {"PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        check=False,
-    )
+    processes = {arch: _start(arch, max(1, jobs // len(archs))) for arch in archs}
     try:
-        answer = msgspec.json.decode(ran.stdout, type=Answer)
+        return {arch: _answer(arch, process) for arch, process in processes.items()}
+    finally:
+        for process in processes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _start(arch: str, jobs: int) -> subprocess.Popen[bytes]:
+    # -P and our own path: -m would put the working directory first, and in a clone of vLLM that is another vLLM. A
+    # session of its own: its compilers end with it.
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "fuzz.amdgcn", arch, str(jobs)],
+            env=os.environ | {"PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise Unavailable(f"its process did not start: {error}") from error
+
+
+def _answer(arch: str, process: subprocess.Popen[bytes]) -> Answer:
+    said, words = process.communicate()
+    try:
+        answer = msgspec.json.decode(said, type=Answer)
     except msgspec.DecodeError:
-        words = ran.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise Unavailable(f"the process that compiles for {arch} ended with {ran.returncode}: {words[-1]}") from None
+        last = (words.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+        raise Unavailable(f"the process that compiles for {arch} ended with {process.returncode}: {last}") from None
     if answer.unavailable:
         raise Unavailable(answer.unavailable)
     return answer
