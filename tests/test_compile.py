@@ -168,7 +168,7 @@ def test_a_process_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_other_process_ends_with_the_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\ncase "$*" in *gfx942*) exit 3;; esac\nsleep 600 & wait\n')
+    python.write_text('#!/bin/sh\ncase "$*" in *gfx942*) exit 3;; esac\nsleep 90 & wait\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     started = time.monotonic()
