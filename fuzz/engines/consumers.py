@@ -23,17 +23,14 @@ NOWHERE = -2
 """In a list: an entry that points at nothing which holds window KV of the step."""
 
 
-EVERY = 8
-"""Steps in which nothing is replayed: one in so many."""
-
-
 class Consumers:
-    """Asks in steps that replay, where the bound matters, and in every so many others: it costs what a step costs."""
+    """Asks in steps that replay, where the bound matters, and in one of ``every`` others: it costs what a step does."""
 
-    def __init__(self, builder: Any, rocm_builders: RocmBuilders, window: int) -> None:
+    def __init__(self, builder: Any, rocm_builders: RocmBuilders, window: int, every: int) -> None:
         """``builder``: the shared one; what it is given from now on, the others are given as well."""
         self._rocm = rocm_builders
         self._window = window
+        self._every = every
         self._steps = 0
         self._given: tuple[Any, Any] = None, None
         build = builder.build
@@ -50,7 +47,7 @@ class Consumers:
         """What they read in the step for which the builder was just asked; empty where they are not asked."""
         self._steps += 1
         common, replay_start = self._given
-        if self._steps % EVERY and (replay_start is None or not replay_start.any()):
+        if self._steps % self._every and (replay_start is None or not replay_start.any()):
             return []
         found = [_mixed(metadata, self._window), *_combine(metadata, self._window)]
         found.append(_ragged(self._rocm.build(0, common, replay_start=replay_start), self._window))

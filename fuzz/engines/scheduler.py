@@ -26,6 +26,8 @@ from invariants.trace import Trace
 
 KERNEL_MODE: Literal["compiled", "interpreter"] = "compiled"
 """What runs vLLM's Triton kernels where there is no GPU."""
+ASK_EVERY = 8
+"""Steps without a replay in which all consumers of window KV are asked, one in so many."""
 
 
 class SchedulerEngine:
@@ -68,7 +70,8 @@ class SchedulerEngine:
             metrics=driver.metrics,
             versions=self.versions(),
         )
-        worker = None if brisk else Worker(vllm_setup.vllm_config(case), layout, all_consumers=self._mode != "gpu")
+        asks = 0 if self._mode == "gpu" else ASK_EVERY
+        worker = None if brisk else Worker(vllm_setup.vllm_config(case), layout, asks)
         follow(driver, StepRecorder(trace, driver.scheduler, worker), trace)
         trace.interpreted = triton_cpu.fallbacks_since(before)
         trace.seconds = time.perf_counter() - started

@@ -46,6 +46,19 @@ class IndexList:
     lens: IntArray
     """[queries]"""
 
+    def cut(self, tokens: int) -> IndexList:
+        """Without the queries past the first ``tokens`` tokens of the batch, which are padding."""
+        end = max(tokens - self.begin, 0)
+        return IndexList(self.consumer, self.serves, self.begin, self.indices[:end], self.lens[:end])
+
+
+class Padding(NamedTuple):
+    """The tokens and rows that a batch is filled up with to the size of a graph."""
+
+    slots: list[IntArray]
+    """[group] int64 [padded tokens]"""
+    indices: Indices
+
 
 @dataclass(slots=True)
 class Batch:
@@ -74,6 +87,7 @@ class Batch:
     """int64 [kept tokens] that the layers of decoder-side replay run on; empty in a step without."""
     kept_indices: list[Indices]
     """Of the kept tokens, in the first such layer and in the others; empty in a step without."""
+    padding: Padding
     lists: list[IndexList] = field(default_factory=list)
     """What further consumers read, in a step in which they have been asked."""
 
@@ -85,6 +99,7 @@ def copy_batch(batch: Any, slots: Any, metadata: Any, kept: Kept | None = None) 
     """
     gather_lens = metadata.prefill_gather_lens
     rows, tokens = batch.num_reqs, batch.num_tokens
+    indices, lens = _indices(metadata)
     scheduled = batch.num_scheduled_tokens.astype(np.int32)
     return Batch(
         request_ids=list(batch.req_ids),
@@ -95,11 +110,18 @@ def copy_batch(batch: Any, slots: Any, metadata: Any, kept: Kept | None = None) 
         positions=_array(batch.positions)[:tokens],
         slots=list(_array(slots)[:, :tokens]),
         window_table=_array(metadata.block_table)[:rows],
-        indices=_indices(metadata),
+        indices=Indices(indices[:tokens], lens[:tokens]),
         gather_lens=np.zeros(0, np.int32) if gather_lens is None else _array(gather_lens),
         kept=_array(kept.tokens) if kept else np.zeros(0, np.int64),
         kept_indices=[_indices(part) for part in (kept.first, *kept.rest)] if kept else [],
+        padding=copy_padding(slots, metadata, tokens),
     )
+
+
+def copy_padding(slots: Any, metadata: Any, tokens: int) -> Padding:
+    """What comes after the first ``tokens`` tokens of a batch; arguments as of ``copy_batch``."""
+    indices, lens = _indices(metadata)
+    return Padding(list(_array(slots)[:, tokens:]), Indices(indices[tokens:], lens[tokens:]))
 
 
 def _indices(metadata: Any) -> Indices:
