@@ -50,7 +50,7 @@ class Profile:
     chunks: tuple[tuple[int, int], ...]
     """Prefill chunks to choose from, as (windows, hit units); (0, 0) is ``chunk``."""
     chunk: int
-    """The usual, and largest, chunk."""
+    """The usual, and but for one token more the largest, chunk."""
     anchors: tuple[Anchor, ...]
     """Lengths to choose from, of prompts and of shared prefixes."""
     requests: int
@@ -232,6 +232,24 @@ def _add_probe(case: Case, probe: Probe, asks: int | None) -> Case:
     return msgspec.structs.replace(case, requests=tuple(requests), probe=probe)
 
 
+def with_crowds(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in a hundred with its last request a thousand times: more rows than a block of a kernel."""
+    return st.builds(_crowd, plain, st.integers(0, 99).map(lambda n: 1030 if n == 57 else 0))
+
+
+def _crowd(case: Case, copies: int) -> Case:
+    """``copies`` requests more, at the same time; a small window and short prompts only."""
+    last = case.requests[-1]
+    if not copies or case.geometry.window > 16 or len(last) > 64:
+        return case
+    more = tuple(msgspec.structs.replace(last, id=f"copy{n}", max_tokens=1) for n in range(copies))
+    tokens = len(last) * (copies + 1) + 1
+    geometry = msgspec.structs.replace(
+        case.geometry, max_num_seqs=copies + 8, max_num_batched_tokens=tokens, long_prefill_token_threshold=0
+    )
+    return msgspec.structs.replace(case, requests=(*case.requests, *more), geometry=geometry)
+
+
 def _build(
     limits: Profile,
     sizes: Sizes,
@@ -248,7 +266,7 @@ def _build(
     """The case that the choices mean."""
     windows, units = chunk_anchor
     chunk = windows * sizes.window + units * sizes.hit_unit or limits.chunk
-    chunk = max(1, min(chunk + chunk_delta, limits.chunk))
+    chunk = max(1, min(chunk + chunk_delta, limits.chunk + 1))
     threshold = {"off": 0, "unit": sizes.hit_unit, "window": sizes.window, "chunk-1": chunk - 1}[threshold_kind]
     requests = _requests(limits, sizes, chunk, threshold, [_Draw(*draw) for draw in (first, *later)])
     geometry = Geometry(
