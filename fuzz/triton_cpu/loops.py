@@ -173,6 +173,10 @@ class _Loop:
 
     def body(self, statements: Sequence[ast.stmt]) -> None:
         """One iteration."""
+        with self._emitter.scope():
+            self._iteration(statements)
+
+    def _iteration(self, statements: Sequence[ast.stmt]) -> None:
         self._frame.branches += 1
         if self._translator.run(statements):
             raise Unsupported("a loop that always returns")

@@ -188,6 +188,7 @@ class Emitter:
         self.builder = ir.IRBuilder(function.append_basic_block("start"))
         self._start = self.builder.block
         self._buffer_bytes = 0
+        self._computed: dict[Handle, Buffer] = {}
 
     def close(self) -> None:
         """Nothing more comes: go on from the stack slots to the code."""
@@ -198,6 +199,7 @@ class Emitter:
         """One lane of ``handle``; ``memo`` holds what this iteration has computed already."""
         if isinstance(handle, Scalar):
             return handle.value
+        handle = self._computed.get(handle, handle)
         key = (handle, index)
         if key not in memo:
             memo[key] = handle.lane(self, index, memo)
@@ -273,6 +275,31 @@ class Emitter:
         buffer = self.new_buffer(source)
         self.fill([buffer], [source], self.all_lanes(source.shape))
         return buffer
+
+    def compute(self, handle: Handle) -> None:
+        """Compute every lane of ``handle`` now, for whatever reads it from here on to the end of the ``scope``."""
+        ready = isinstance(handle, (Scalar, Lanes, Buffer)) or (isinstance(handle, Load) and handle.settled)
+        if handle.shape and not ready and handle not in self._computed:
+            self._computed[handle] = self.copy(handle)
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """What is computed inside is forgotten afterwards: for code that may be jumped over."""
+        before = dict(self._computed)
+        yield
+        self._computed = before
+
+    def pending(self, handle: Handle) -> list[Handle]:
+        """Everything that computing a lane of ``handle`` goes through, once each."""
+        seen: dict[Handle, None] = {}
+        todo = [handle]
+        while todo:
+            part = todo.pop()
+            part = self._computed.get(part, part)
+            if part not in seen:
+                seen[part] = None
+                todo.extend(part.parts())
+        return list(seen)
 
     def settle(self, handles: Iterable[Handle]) -> None:
         """Have every load that ``handles`` need read memory now."""
