@@ -15,7 +15,7 @@ from typing import Any
 from llvmlite import ir
 
 from fuzz.triton_cpu import floats
-from fuzz.triton_cpu.tiles import INT32, Buffer, Emitter, Handle, Index, View
+from fuzz.triton_cpu.tiles import INT32, Buffer, Emitter, Handle, View
 
 _FLOAT = ir.FloatType()
 _LANES, _ROWS, _STEPS = 16, 4, 8
@@ -43,16 +43,16 @@ def product(emitter: Emitter, left: Handle, right: Handle) -> Buffer:
         with emitter.loop(ir.Constant(INT32, inner // steps)) as chunk:
             totals = [b.load(total, typ=vector) for total in sums]
             for step in range(steps):
-                cell = _cell(emitter, c, at((chunk, steps, step), (column, width, 0)))
+                cell = emitter.cell(c, at((chunk, steps, step), (column, width, 0)))
                 factors = b.load(cell, typ=vector, align=4)
                 for number in range(group):
-                    cell = _cell(emitter, a, at((row, group, number), (chunk, steps, step)))
+                    cell = emitter.cell(a, at((row, group, number), (chunk, steps, step)))
                     scaled = b.fmul(_splat(b, b.load(cell, typ=_FLOAT), width), factors)
                     totals[number] = b.fadd(totals[number], scaled)
             for total, value in zip(sums, totals, strict=True):
                 b.store(value, total)
         for number, total in enumerate(sums):
-            cell = _cell(emitter, result, at((row, group, number), (column, width, 0)))
+            cell = emitter.cell(result, at((row, group, number), (column, width, 0)))
             b.store(b.load(total, typ=vector), cell, align=4)
     return result
 
@@ -65,13 +65,8 @@ def _widened(emitter: Emitter, factor: Handle) -> Buffer:
     result = emitter.new_buffer(Handle(INT32, factor.shape))
     with emitter.loops(emitter.all_lanes(factor.shape)) as index:
         value = floats.number(emitter.builder, emitter.lane(factor, index, {}), factor.type)
-        emitter.builder.store(value, _cell(emitter, result, index))
+        emitter.builder.store(value, emitter.cell(result, index))
     return result
-
-
-def _cell(emitter: Emitter, buffer: Buffer, index: Index) -> Any:
-    """Where floats are, in a buffer of their bits."""
-    return emitter.builder.bitcast(emitter.cell(buffer, index), ir.PointerType())
 
 
 def _splat(b: Any, value: Any, width: int) -> Any:

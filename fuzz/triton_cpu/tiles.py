@@ -208,7 +208,9 @@ class Emitter:
     def slot(self, type_: Any, count: int = 1) -> Any:
         """Stack memory for ``count`` values."""
         with self.builder.goto_block(self.entry):
-            return self.builder.alloca(type_, count)
+            memory = self.builder.alloca(type_, count)
+        memory.type = ir.PointerType()  # to whatever is stored there: integers, or the floats that they stand for
+        return memory
 
     def read(self, address: Any, type_: Any) -> Any:
         """The value at an i64 address, aligned or not."""
