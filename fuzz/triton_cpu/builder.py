@@ -215,6 +215,12 @@ class Builder:
         clamped: Handle = self.create_minnumf(self.create_maxnumf(value, low), high)
         return clamped
 
+    def get_fp16(self, value: float) -> Handle:
+        return self.create_fp_trunc(self.get_fp32(value), NARROW["half"])
+
+    def get_bf16(self, value: float) -> Handle:
+        return self.create_fp_trunc(self.get_fp32(value), NARROW["bf16"])
+
     def get_fp32(self, value: float) -> Scalar:
         return self.constant(INT32, floats.bits(value, 32))
 

@@ -4,10 +4,10 @@
 
 Nothing is contracted, reordered or flushed to zero, so every operation and cast of float32 and float64 has the bits
 that NumPy gives under the interpreter, but for the bits of a NaN and for the sign of ``maximum(0.0, -0.0)`` (NumPy's
-depends on the lane; here the first operand wins). Floats of one and two bytes (``formats``) are computed with in float32, each
-operation rounded once more, as torch does. ``exp``, ``exp2``, ``log`` and ``log2`` are those of libm in double, rounded
-to float32: within half an ulp and a ten-millionth. Over all float32 numbers NumPy 2.3 differs by up to 3 ulp (``exp``)
-and 4 ulp (``log``), torch 2.13 by 1.
+depends on the lane; here the first operand wins). Floats of one and two bytes (``formats``) are computed with in
+float32, each operation rounded once more, as torch does. ``exp``, ``exp2``, ``log`` and ``log2`` are those of libm in
+double, rounded to float32: within half an ulp and a ten-millionth. Over all float32 numbers NumPy 2.3 differs by up to
+3 ulp (``exp``) and 4 ulp (``log``), torch 2.13 by 1.
 """
 
 from __future__ import annotations
