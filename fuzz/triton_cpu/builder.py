@@ -216,10 +216,10 @@ class Builder:
         return clamped
 
     def get_fp16(self, value: float) -> Handle:
-        return self.create_fp_trunc(self.get_fp32(value), NARROW["half"])
+        return self._float_cast("fp_trunc", self.get_fp32(value), NARROW["half"], None)
 
     def get_bf16(self, value: float) -> Handle:
-        return self.create_fp_trunc(self.get_fp32(value), NARROW["bf16"])
+        return self._float_cast("fp_trunc", self.get_fp32(value), NARROW["bf16"], None)
 
     def get_fp32(self, value: float) -> Scalar:
         return self.constant(INT32, floats.bits(value, 32))

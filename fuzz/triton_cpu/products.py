@@ -18,7 +18,7 @@ from fuzz.triton_cpu import floats
 from fuzz.triton_cpu.tiles import INT32, Buffer, Emitter, Handle, View
 
 _FLOAT = ir.FloatType()
-_LANES, _ROWS, _STEPS = 16, 4, 8
+_LANES, _ROWS, _STEPS = 16, 4, 4
 """Neighbouring columns are one vector; so many rows and so many steps along the inner axis are written out."""
 
 
@@ -32,28 +32,31 @@ def product(emitter: Emitter, left: Handle, right: Handle) -> Buffer:
     vector = ir.VectorType(_FLOAT, width)
     sums = [emitter.slot(vector) for _ in range(group)]
 
-    def at(*places: tuple[Any, int, int]) -> tuple[Any, ...]:
-        """For each (counter, factor, more): counter * factor + more."""
-        return tuple(b.add(b.mul(n, ir.Constant(INT32, by)), ir.Constant(INT32, more)) for n, by, more in places)
+    def beside(cell: Any, more: int) -> Any:
+        return b.gep(cell, [ir.Constant(INT32, more)], source_etype=_FLOAT)
 
-    blocks = emitter.all_lanes((rows // group, columns // width))
-    with emitter.loops(blocks) as (row, column):
+    def times(counter: Any, factor: int) -> Any:
+        return b.mul(counter, ir.Constant(INT32, factor))
+
+    with emitter.loops(emitter.all_lanes((rows // group, columns // width))) as (block, column):
+        row, column = times(block, group), times(column, width)
         for total in sums:
             b.store(ir.Constant(vector, [0.0] * width), total)
         with emitter.loop(ir.Constant(INT32, inner // steps)) as chunk:
             totals = [b.load(total, typ=vector) for total in sums]
+            inside = times(chunk, steps)
+            left_cell, right_cell = emitter.cell(a, (row, inside)), emitter.cell(c, (inside, column))
             for step in range(steps):
-                cell = emitter.cell(c, at((chunk, steps, step), (column, width, 0)))
-                factors = b.load(cell, typ=vector, align=4)
+                factors = b.load(beside(right_cell, step * columns), typ=vector, align=4)
                 for number in range(group):
-                    cell = emitter.cell(a, at((row, group, number), (chunk, steps, step)))
-                    scaled = b.fmul(_splat(b, b.load(cell, typ=_FLOAT), width), factors)
-                    totals[number] = b.fadd(totals[number], scaled)
+                    factor = b.load(beside(left_cell, number * inner + step), typ=_FLOAT)
+                    totals[number] = b.fadd(totals[number], b.fmul(_splat(b, factor, width), factors))
             for total, value in zip(sums, totals, strict=True):
                 b.store(value, total)
+        cell = emitter.cell(result, (row, column))
         for number, total in enumerate(sums):
-            cell = emitter.cell(result, at((row, group, number), (column, width, 0)))
-            b.store(b.load(total, typ=vector), cell, align=4)
+            b.store(b.load(total, typ=vector), beside(cell, number * columns), align=4)
+    emitter.give_back([a, c])
     return result
 
 

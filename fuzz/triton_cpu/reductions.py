@@ -78,11 +78,13 @@ def pairwise_sum(builder: Builder, tile: Handle) -> Handle:
     emitter = builder.emitter
     lanes, rows = emitter.copy(tile), tile.shape[:-1]
     if not rows:
-        return Scalar(tile.type, (), value=_row_sum(builder, lanes, ()))
-    result = emitter.new_buffer(Handle(tile.type, rows))
-    with emitter.loops(emitter.all_lanes(rows)) as row:
-        emitter.builder.store(_row_sum(builder, lanes, row), emitter.cell(result, row))
-    return result
+        total: Handle = Scalar(tile.type, (), value=_row_sum(builder, lanes, ()))
+    else:
+        total = buffer = emitter.new_buffer(Handle(tile.type, rows))
+        with emitter.loops(emitter.all_lanes(rows)) as row:
+            emitter.builder.store(_row_sum(builder, lanes, row), emitter.cell(buffer, row))
+    emitter.give_back([lanes])
+    return total
 
 
 def _row_sum(builder: Builder, lanes: Buffer, row: Index) -> Any:

@@ -188,6 +188,7 @@ class Emitter:
         self.builder = ir.IRBuilder(function.append_basic_block("start"))
         self._start = self.builder.block
         self._buffer_bytes = 0
+        self._spare: dict[tuple[int, int], list[Any]] = {}
         self._computed: dict[Handle, Buffer] = {}
 
     def close(self) -> None:
@@ -253,10 +254,18 @@ class Emitter:
     def new_buffer(self, like: Handle) -> Buffer:
         """Uninitialised memory for every lane of ``like``."""
         count = math.prod(like.shape)
+        spare = self._spare.get((like.type.width, count))
+        if spare:
+            return Buffer(like.type, like.shape, like.pointee, memory=spare.pop())
         self._buffer_bytes += count * max(1, like.type.width // 8)
         if self._buffer_bytes > MAX_BUFFER_BYTES:
             raise Unsupported(f"tiles of more than {MAX_BUFFER_BYTES} bytes")
         return Buffer(like.type, like.shape, like.pointee, memory=self.slot(like.type, count))
+
+    def give_back(self, buffers: Iterable[Buffer]) -> None:
+        """Nothing that comes reads them: their memory may hold other lanes."""
+        for buffer in buffers:
+            self._spare.setdefault((buffer.type.width, math.prod(buffer.shape)), []).append(buffer.memory)
 
     def cell(self, buffer: Buffer, index: Index) -> Any:
         """Where a lane of a buffer is."""
