@@ -68,11 +68,14 @@ class SchedulerEngine:
             metrics=driver.metrics,
             versions=self.versions(),
         )
-        worker = None if brisk else Worker(vllm_setup.vllm_config(case), layout, all_consumers=self._mode != "gpu")
+        worker = None if brisk else self._worker(case, layout, driver.scheduler)
         follow(driver, StepRecorder(trace, driver.scheduler, worker), trace)
         trace.interpreted = triton_cpu.fallbacks_since(before)
         trace.seconds = time.perf_counter() - started
         return trace
+
+    def _worker(self, case: Case, layout: Any, scheduler: Any) -> Worker:  # noqa: ARG002
+        return Worker(vllm_setup.vllm_config(case), layout, all_consumers=self._mode != "gpu")
 
     def run_bare(self, case: Case) -> None:
         """The same requests, events and tokens on vLLM's Scheduler with nobody looking on: the yardstick of speed."""
