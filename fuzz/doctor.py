@@ -7,12 +7,15 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import msgspec
+
 from fuzz import corpus, options, report
 from fuzz.case import Case, Request
 from fuzz.engines import ENGINES
-from fuzz.engines.base import Engine, Refused
+from fuzz.engines.base import Engine, Refused, Unavailable
 from fuzz.run import CannotRun, installed, open_engine, run_case
 from fuzz.strategies import PROFILES
+from invariants.gating import as_the_contract, replays
 from invariants.trace import Geometry
 
 
@@ -33,6 +36,10 @@ def command(args: argparse.Namespace) -> int:
         rows.add_row(f"profile {name}", title)
     for name, counts in found["corpora"].items():
         rows.add_row(f"corpus {name}", ", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    for gate in found["gates"] or ():
+        if gate["runner"] == 2 and gate["context_parallel"] == 1:
+            name = f"replay on {gate['architecture']}{', asked for' if gate['asked'] else ', turned off'}"
+            rows.add_row(name, _told(gate))
     report.console().print(rows)
     options.write_json(args.json, found)
     default = found["engines"][options.DEFAULT_ENGINE]
@@ -56,7 +63,27 @@ def examine() -> dict[str, Any]:
         "engines": engines,
         "profiles": {name: profile.title for name, profile in PROFILES.items()},
         "corpora": {name: {kind: _count(name, kind) for kind in corpus.KINDS} for name in ENGINES},
+        "gates": _gates() if engines.get("scheduler", {}).get("can_run") else None,
     }
+
+
+def _gates() -> list[dict[str, Any]] | None:
+    """Where vLLM's layers replay, and where they have to; None where they cannot be asked. After the engine is open."""
+    from fuzz.engines.gate import gates
+
+    try:
+        return [
+            msgspec.to_builtins(gate) | {"contract": replays(gate), "as_the_contract": as_the_contract(gate)}
+            for gate in gates()
+        ]
+    except (Unavailable, ImportError, AttributeError):
+        return None
+
+
+def _told(gate: dict[str, Any]) -> str:
+    window = "in" if gate["prefix_cacheable"] else "out of"
+    differs = "" if gate["as_the_contract"] else f"; by the contract it is {'on' if gate['contract'] else 'off'}"
+    return f"window {window} the prefix cache, {gate['replay_tokens']} tokens replayed{differs}"
 
 
 def _prove(engine: Engine) -> dict[str, str]:

@@ -6,8 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from invariants.trace import PAD_SLOT, Group, Violation
+from invariants.trace import PAD_SLOT, Gate, Group, Violation
 from invariants.view import View, examples
+
+
+def replays(gate: Gate) -> bool:
+    """Whether bounded replay has to be on in these circumstances (CONTRACT 3)."""
+    possible = gate.runner == 2 and (gate.context_parallel == 1 or gate.prefix_caching)
+    return gate.asked and possible and gate.architecture != "CDNA3"
+
+
+def as_the_contract(gate: Gate) -> bool:
+    """Whether vLLM's answer is what it has to be: the window out of the prefix cache and W tokens replayed, or neither
+    (CONTRACT 1)."""
+    on = replays(gate)
+    return (gate.prefix_cacheable, gate.replay_tokens) == (not on, gate.window if on else 0)
 
 
 def gating(view: View) -> Iterator[Violation]:

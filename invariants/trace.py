@@ -298,6 +298,30 @@ class Trace:
     seconds: float = 0.0
 
 
+Architecture = Literal["other", "CDNA4", "CDNA3"]
+"""Of the GPU; other: not AMD's."""
+
+
+@dataclass(slots=True)
+class Gate:
+    """Whether the window cache of a layer is replayed, in some circumstances."""
+
+    architecture: Architecture
+    asked: bool
+    """``--swa-bounded-replay``, which is vLLM's default."""
+    window: int
+    """W, in tokens."""
+    runner: Literal[1, 2] = 2
+    """vLLM's model runner V1 or V2."""
+    context_parallel: int = 1
+    """Ranks that share a prefill (prefill context parallelism)."""
+    prefix_caching: bool = True
+    prefix_cacheable: bool | None = None
+    """Whether the published KV-cache spec puts the window into the prefix cache; None: not asked yet."""
+    replay_tokens: int | None = None
+    """``prefix_replay_tokens`` of the spec."""
+
+
 @dataclass(frozen=True, slots=True)
 class Violation:
     """One broken promise, told so that nothing else is needed to understand it."""

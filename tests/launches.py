@@ -31,34 +31,13 @@ if prepare("compiled") == "gpu":
     pytest.skip("Triton's kernels run on a GPU here", allow_module_level=True)
 
 import torch
-from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
 from fuzz.triton_cpu.executor import KernelFallback
+from fuzz.triton_cpu.interpreter import interpreting as interpreting
 
 I32, I64, BOOL, F32, F64 = torch.int32, torch.int64, torch.bool, torch.float32, torch.float64
 GUARD = 64
 fuzzed = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@contextmanager
-def interpreting() -> Iterator[None]:
-    """Under the interpreter; afterwards whatever an engine of this process had installed."""
-    before, splat = InterpretedFunction.run, InterpreterBuilder.create_splat
-    uninstall()
-
-    def create_splat(self: Any, type_: Any, arg: Any) -> Any:
-        # Triton 3.9.0's interpreter makes integers of a scalar comparison that is spread over a tile, and then
-        # refuses it as a mask (_gather_lookback_kernel cannot run there at all).
-        handle = splat(self, type_, arg)
-        if arg.data.dtype == np.bool_:
-            handle.data = handle.data.astype(np.bool_)
-        return handle
-
-    InterpreterBuilder.create_splat = create_splat
-    try:
-        yield
-    finally:
-        InterpretedFunction.run, InterpreterBuilder.create_splat = before, splat
 
 
 class Arena:

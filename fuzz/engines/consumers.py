@@ -43,6 +43,11 @@ class Consumers:
 
         builder.build = remember
 
+    def rocm_metadata(self) -> Any:
+        """As ROCm's builder makes it for the step for which the builder was just asked."""
+        common, replay_start = self._given
+        return self._rocm.build(0, common, replay_start=replay_start)
+
     def lists(self, metadata: Any) -> list[IndexList]:
         """What they read in the step for which the builder was just asked; empty where they are not asked."""
         self._steps += 1
@@ -50,7 +55,7 @@ class Consumers:
         if self._steps % self._every and (replay_start is None or not replay_start.any()):
             return []
         found = [_mixed(metadata, self._window), *_combine(metadata, self._window)]
-        found.append(_ragged(self._rocm.build(0, common, replay_start=replay_start), self._window))
+        found.append(_ragged(self.rocm_metadata(), self._window))
         if not metadata.num_prefills:
             found += _fused(self._rocm.build_fused(common, replay_start), self._window)
         return found
@@ -59,14 +64,14 @@ class Consumers:
 def _ragged(metadata: Any, window: int) -> IndexList:
     """What AITER's sparse MLA reads in place: slots of all queries end to end."""
     parts = [
-        _rows(metadata.decode_swa_ragged_indices, metadata.decode_swa_ragged_indptr, window),
-        _rows(metadata.prefill_swa_ragged_indices, metadata.prefill_swa_ragged_indptr, window),
+        rows(metadata.decode_swa_ragged_indices, metadata.decode_swa_ragged_indptr, window),
+        rows(metadata.prefill_swa_ragged_indices, metadata.prefill_swa_ragged_indptr, window),
     ]
     indices, lens = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return IndexList("ragged-list", "all", 0, indices, lens)
 
 
-def _rows(ragged: Any, indptr: Any, window: int) -> tuple[IntArray, IntArray]:
+def rows(ragged: Any, indptr: Any, window: int) -> tuple[IntArray, IntArray]:
     """[queries, W] and [queries] of a ragged list, which is None if there are no queries."""
     if ragged is None:
         return np.zeros((0, window), np.int32), np.zeros(0, np.int32)
@@ -110,7 +115,7 @@ def _fused(fused: Any, window: int) -> Iterator[IndexList]:
         return
     dense = fused.decode_swa_indices[:, 0].numpy().copy()
     yield IndexList("fused-decode", "decodes", 0, dense, fused.decode_swa_lens.numpy().copy())
-    ragged = _rows(fused.decode_swa_ragged_indices, fused.decode_swa_ragged_indptr, window)
+    ragged = rows(fused.decode_swa_ragged_indices, fused.decode_swa_ragged_indptr, window)
     yield IndexList("fused-decode-ragged", "decodes", 0, *ragged)
 
 
@@ -134,20 +139,24 @@ def _combine(metadata: Any, window: int) -> Iterator[IndexList]:
         seq_lens, gather_lens = metadata.prefill_seq_lens[chunk], metadata.prefill_gather_lens[chunk]
         topk = torch.zeros((int(queries[-1] - queries[0]), 1), dtype=torch.int32)
         listed, lens = combine_topk_swa_indices(topk, queries, seq_lens, gather_lens, window, 0, 0, stride, first)
-        indices = listed.numpy()
-        slots = _gathered(metadata, chunk, first, stride)
-        inside = (indices >= 0) & (indices < len(slots))
-        found = np.where(inside, slots[np.where(inside, indices, 0)], NOWHERE)
-        lists.append((np.where(indices == PAD_SLOT, PAD_SLOT, found), lens.numpy()))
+        tables = metadata.block_table[decodes:][chunk]
+        rows_of = workspace(seq_lens, gather_lens, tables, metadata.block_size, first, stride)
+        lists.append((as_slots(listed.numpy(), rows_of), lens.numpy()))
     indices, lens = (np.concatenate(arrays) for arrays in zip(*lists, strict=True))
     yield IndexList("combine", "prefills", metadata.num_decode_tokens, indices, lens)
 
 
-def _gathered(metadata: Any, chunk: slice, first: int, stride: int) -> IntArray:
-    """int64 [requests * stride]: the slot that is gathered into each row of the workspace."""
-    seq_lens, lens = metadata.prefill_seq_lens[chunk].numpy(), metadata.prefill_gather_lens[chunk].numpy()
-    tables = Tables(metadata.block_table[metadata.num_decodes :][chunk].numpy(), metadata.block_size)
+def workspace(seq_lens: Any, gather_lens: Any, table: Any, block_size: int, first: int, stride: int) -> IntArray:
+    """int64 [requests * stride]: the slot that is gathered into each row of it, of a request's from ``first`` on."""
+    ends, lens = seq_lens.numpy(), gather_lens.numpy()
+    tables = Tables(table.numpy(), block_size)
     slots = np.full((len(lens), stride), NOWHERE, np.int64)
     row, lane = np.nonzero(np.arange(stride - first) < lens[:, None])
-    slots[row, first + lane] = tables.slots(row, (seq_lens - lens)[row] + lane)
+    slots[row, first + lane] = tables.slots(row, (ends - lens)[row] + lane)
     return slots.ravel()
+
+
+def as_slots(indices: IntArray, rows_of: IntArray) -> IntArray:
+    """Like ``indices``, which are rows of a workspace: what was gathered into them."""
+    inside = (indices >= 0) & (indices < len(rows_of))
+    return np.where(indices == PAD_SLOT, PAD_SLOT, np.where(inside, rows_of[np.where(inside, indices, 0)], NOWHERE))

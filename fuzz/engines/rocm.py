@@ -13,8 +13,16 @@ from typing import Any
 from fuzz.triton_cpu.rocm import rocm
 
 
+def require() -> None:
+    """Import what the builders are. Raises ``ImportError`` where this vLLM does not have it."""
+    with rocm("gfx950"):
+        from vllm.models.deepseek_v41.amd.rocm import DeepseekV41ROCMAiterSparseSWAMetadataBuilder  # noqa: F401
+    with rocm("gfx942"):
+        from vllm.models.deepseek_v41.amd.ops import record_monokernel, swa_decode_meta  # noqa: F401
+
+
 class RocmBuilders:
-    """For one window group. Raises ``ImportError`` or ``AttributeError`` where this vLLM has no such builders."""
+    """For one window group. ``require`` comes first."""
 
     def __init__(self, spec: Any, layers: list[str], config: Any, device: Any) -> None:
         with rocm("gfx950"):

@@ -70,12 +70,14 @@ class SchedulerEngine:
             metrics=driver.metrics,
             versions=self.versions(),
         )
-        asks = 0 if self._mode == "gpu" else ASK_EVERY
-        worker = None if brisk else Worker(vllm_setup.vllm_config(case), layout, asks)
+        worker = None if brisk else self._worker(case, layout, driver.scheduler)
         follow(driver, StepRecorder(trace, driver.scheduler, worker), trace)
         trace.interpreted = triton_cpu.fallbacks_since(before)
         trace.seconds = time.perf_counter() - started
         return trace
+
+    def _worker(self, case: Case, layout: Any, scheduler: Any) -> Worker:  # noqa: ARG002
+        return Worker(vllm_setup.vllm_config(case), layout, 0 if self._mode == "gpu" else ASK_EVERY)
 
     def run_bare(self, case: Case) -> None:
         """The same requests, events and tokens on vLLM's Scheduler with nobody looking on: the yardstick of speed."""

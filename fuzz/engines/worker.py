@@ -13,8 +13,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from fuzz.engines import rocm
 from fuzz.engines.consumers import Consumers
-from fuzz.engines.rocm import RocmBuilders
 from fuzz.probe.batch import Batch, Padding, copy_batch, copy_padding
 
 
@@ -29,6 +29,8 @@ def require() -> None:
     if current_platform.is_cpu():
         # vLLM's own stand-ins for pinned memory and streams; its CPU worker imports them first, too.
         import vllm.v1.worker.cpu.shm  # noqa: F401
+
+        rocm.require()
     from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState  # noqa: F401
     from vllm.models.deepseek_v41.sparse_mla import DeepseekV41SparseSWAMetadataBuilder  # noqa: F401
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # noqa: F401
@@ -188,5 +190,5 @@ def _attention_groups(config: Any, layout: Any, device: Any) -> list[list[Any]]:
 
 def _consumers(config: Any, groups: list[list[Any]], device: Any, every: int) -> Consumers:
     (attention,) = next(group for group in groups if group)
-    rocm_builders = RocmBuilders(attention.kv_cache_spec, attention.layer_names, config, device)
+    rocm_builders = rocm.RocmBuilders(attention.kv_cache_spec, attention.layer_names, config, device)
     return Consumers(attention.metadata_builders[0], rocm_builders, config.model_config.hf_config.sliding_window, every)

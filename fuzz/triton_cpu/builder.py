@@ -18,8 +18,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from llvmlite import ir
+from triton._C.libtriton.ir import PROPAGATE_NAN, ROUNDING_MODE
 
 from fuzz.triton_cpu import floats
+from fuzz.triton_cpu.formats import NARROW
+from fuzz.triton_cpu.shapes import Joined, Reshaped, Slice, permuted, spread
 from fuzz.triton_cpu.tiles import BOOL, INT32, INT64, Emitter, Handle, Lanes, Map, Scalar, Unsupported, View
 
 
@@ -133,7 +136,7 @@ _COMPARISONS: dict[str, tuple[str, Callable[..., Any]]] = {
 class Builder:
     """What ``TritonSemantic`` calls. Sizes of types are in bits; shapes are tuples of ints."""
 
-    options = SimpleNamespace(sanitize_overflow=False, debug=False)
+    options = SimpleNamespace(sanitize_overflow=False, debug=False, supported_fp8_dtypes=tuple(NARROW))
 
     def __init__(self, emitter: Emitter, program_ids: Sequence[Any], grid: Sequence[Any]) -> None:
         self.emitter = emitter
@@ -154,8 +157,6 @@ class Builder:
         return Scalar(type_, (), value=ir.Constant(type_, value))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name in floats.ARITHMETIC or name in floats.COMPARISONS:
-            return self._float_operation(name)
         if name in _ARITHMETIC or name in _WIDE_ONLY:
             operation, emit = _ARITHMETIC.get(name) or _WIDE_ONLY[name]
 
@@ -172,22 +173,24 @@ class Builder:
             return lambda: _lane_type(name[4:-3])
         if name.startswith(("get_int", "get_uint")):
             return lambda value: self.constant(_lane_type(name[4:].lstrip("u")), value)
-        if name in ("create_si_to_fp", "create_ui_to_fp", "create_fp_to_si", "create_fp_ext", "create_fp_trunc"):
-            return lambda source, type_: self._float_cast(name.removeprefix("create_"), source, _element(type_))
+        if name in _FLOAT_CASTS:
+            return lambda source, type_, rounding=None: self._float_cast(name[7:], source, _element(type_), rounding)
         if name.startswith("create_"):
-            raise Unsupported(name.removeprefix("create_"))
+            return self._float_operation(name)
         raise AttributeError(name)
 
     def _float_operation(self, name: str) -> Callable[..., Handle]:
-        operation, emit = floats.ARITHMETIC.get(name) or floats.COMPARISONS[name]
-
-        def compute(*args: Handle) -> Handle:
-            floats.check(args[0].type)
-            return self.map(operation, emit, args, BOOL if name in floats.COMPARISONS else args[0].type)
+        def compute(*args: Any) -> Handle:
+            if not floats.known(name):
+                raise Unsupported(name.removeprefix("create_"))
+            emit, type_ = floats.operation(name, args[0].type)
+            return self.map(name.removeprefix("create_"), emit, args, type_)
 
         return compute
 
-    def _float_cast(self, operation: str, source: Handle, wanted: Any) -> Handle:
+    def _float_cast(self, operation: str, source: Handle, wanted: Any, rounding: Any) -> Handle:
+        if rounding not in (None, ROUNDING_MODE.RTNE):
+            raise Unsupported(f"rounding by {rounding}")
         return self.map(operation, floats.cast(operation, source.type, wanted), (source,), wanted)
 
     # types
@@ -205,6 +208,18 @@ class Builder:
 
     def get_all_ones_value(self, type_: Any) -> Scalar:
         return self.constant(type_, -1)
+
+    def create_clampf(self, value: Handle, low: Handle, high: Handle, propagate: Any) -> Handle:
+        if propagate != PROPAGATE_NAN.NONE:
+            raise Unsupported("a clamp that propagates NaN")
+        clamped: Handle = self.create_minnumf(self.create_maxnumf(value, low), high)
+        return clamped
+
+    def get_fp16(self, value: float) -> Handle:
+        return self._float_cast("fp_trunc", self.get_fp32(value), NARROW["half"], None)
+
+    def get_bf16(self, value: float) -> Handle:
+        return self._float_cast("fp_trunc", self.get_fp32(value), NARROW["bf16"], None)
 
     def get_fp32(self, value: float) -> Scalar:
         return self.constant(INT32, floats.bits(value, 32))
@@ -227,13 +242,25 @@ class Builder:
         return View(source.type, type_.shape, source.pointee, source=source, axes=(None,) * len(source.shape))
 
     def create_broadcast(self, source: Handle, shape: Sequence[int]) -> Handle:
-        axes = tuple(None if size == 1 else axis for axis, size in enumerate(source.shape))
-        return View(source.type, tuple(shape), source.pointee, source=source, axes=axes)
+        return spread(self.emitter, source, tuple(shape))
 
     def create_expand_dims(self, source: Handle, axis: int) -> Handle:
         shape = (*source.shape[:axis], 1, *source.shape[axis:])
         axes = tuple(old if old < axis else old + 1 for old in range(len(source.shape)))
         return View(source.type, shape, source.pointee, source=source, axes=axes)
+
+    def create_reshape(self, source: Handle, shape: Sequence[int], _allow_reorder: bool) -> Handle:
+        return Reshaped(source.type, tuple(shape), source.pointee, source=source)
+
+    def create_trans(self, source: Handle, axes: Sequence[int]) -> Handle:
+        return permuted(source, tuple(axes))
+
+    def create_join(self, left: Handle, right: Handle) -> Handle:
+        return Joined(left.type, (*left.shape, 2), left.pointee, left=left, right=right)
+
+    def create_split(self, source: Handle) -> tuple[Handle, Handle]:
+        first, second = (Slice(source.type, source.shape[:-1], source.pointee, source=source, place=n) for n in (0, 1))
+        return first, second
 
     # casts and pointers
 
@@ -275,11 +302,16 @@ class Builder:
         return self.map("select", lambda b, c, x, y: b.select(c, x, y), (condition, lhs, rhs), lhs.type, lhs.pointee)
 
 
-_FLOAT_BITS = {"half": 16, "bf16": 16, "float": 32, "double": 64}
+_FLOAT_BITS = {"float": 32, "double": 64}
+_FLOAT_CASTS = frozenset(
+    f"create_{name}" for name in ("si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui", "fp_ext", "fp_trunc", "fp_to_fp")
+)
 
 
 def _lane_type(name: str) -> Any:
     """LLVM's type for the name in Triton's get_NAME_ty; a float is the integer of its width."""
+    if name in NARROW:
+        return NARROW[name]
     if name.startswith("fp8"):
         return ir.IntType(8)
     bits = _FLOAT_BITS.get(name) or int(name.lstrip("u").removeprefix("int"))

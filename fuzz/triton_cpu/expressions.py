@@ -168,10 +168,10 @@ class Expressions:
         builder = self.emitter.builder
         self._pure += 1
         with builder.if_else(condition) as (then, otherwise):
-            with then:
+            with then, self.emitter.scope():
                 first = one()
                 first_block = builder.block
-            with otherwise:
+            with otherwise, self.emitter.scope():
                 second = other()
                 second_block = builder.block
         self._pure -= 1

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
-"""Arithmetic of float32 and float64. A float is carried as the integer of its width; only here is it a number.
+"""Arithmetic of floats. A float is carried as the integer of its width; only here is it a number.
 
-Nothing is contracted, reordered or flushed to zero, so every operation and cast has the bits that NumPy gives under the
-interpreter, but for the bits of a NaN and for the sign of ``maximum(0.0, -0.0)`` (NumPy's depends on the lane; here
-the first operand wins). ``exp`` and ``log`` are those of libm in double, rounded to float32: within half an ulp and a
-ten-millionth. Over all float32 numbers NumPy 2.3 differs by up to 3 ulp (``exp``) and 4 ulp (``log``), torch 2.13 by 1.
-Two-byte floats are ``Unsupported``: half and bfloat16 are one LLVM type here.
+Nothing is contracted, reordered or flushed to zero, so every operation and cast of float32 and float64 has the bits
+that NumPy gives under the interpreter, but for the bits of a NaN and for the sign of ``maximum(0.0, -0.0)`` (NumPy's
+depends on the lane; here the first operand wins). Floats of one and two bytes (``formats``) are computed with in
+float32, each operation rounded once more, as torch does. ``exp``, ``exp2``, ``log`` and ``log2`` are those of libm in
+double, rounded to float32: within half an ulp and a ten-millionth. Over all float32 numbers NumPy 2.3 differs by up to
+3 ulp (``exp``) and 4 ulp (``log``), torch 2.13 by 1.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from fuzz.triton_cpu.tiles import INT32, INT64, Unsupported
+from fuzz.triton_cpu.formats import Narrow, narrow, widen
+from fuzz.triton_cpu.tiles import BOOL, INT32, INT64, Unsupported
 
 Emit = Callable[..., Any]
+Operation = Callable[..., Any]
+"""Emits the LLVM value of LLVM floats."""
 _TYPES = {32: ir.FloatType(), 64: ir.DoubleType()}
 _NUMPY = {32: (np.float32, np.int32), 64: (np.float64, np.int64)}
 
 
 def check(type_: Any) -> None:
-    """Raises ``Unsupported`` for the integer type of a float that cannot be computed with."""
-    if type_.width not in _TYPES:
+    """Raises ``Unsupported`` for the lane type of a float that cannot be computed with."""
+    if not isinstance(type_, Narrow) and type_.width not in _TYPES:
         raise Unsupported(f"a float of {type_.width} bits")
 
 
@@ -37,91 +41,127 @@ def bits(value: float, width: int) -> int:
         return int(np.array([value], dtype=floating).view(integer)[0])
 
 
-def number(b: Any, x: Any) -> Any:
-    """The LLVM float of a lane."""
-    return b.bitcast(x, _TYPES[x.type.width])
+def number(b: Any, x: Any, type_: Any) -> Any:
+    """The LLVM float of a lane of this type."""
+    return widen(b, x, type_.format) if isinstance(type_, Narrow) else b.bitcast(x, _TYPES[type_.width])
 
 
-def lane(b: Any, x: Any) -> Any:
-    """The lane of an LLVM float."""
-    return b.bitcast(x, INT32 if x.type == _TYPES[32] else INT64)
+def lane(b: Any, x: Any, type_: Any) -> Any:
+    """The lane of this type of an LLVM float."""
+    if not isinstance(type_, Narrow):
+        return b.bitcast(_to(b, x, _TYPES[type_.width]), type_)
+    return narrow(b, _to(b, x, _TYPES[32]), type_)
 
 
-def truth(b: Any, x: Any) -> Any:
+def _to(b: Any, x: Any, wanted: Any) -> Any:
+    if x.type == wanted:
+        return x
+    return b.fptrunc(x, wanted) if wanted == _TYPES[32] else b.fpext(x, wanted)
+
+
+def truth(b: Any, x: Any, type_: Any) -> Any:
     """The i1 ``bool(x)``: a NaN is true."""
-    return b.fcmp_unordered("!=", number(b, x), ir.Constant(_TYPES[x.type.width], 0.0))
+    value = number(b, x, type_)
+    return b.fcmp_unordered("!=", value, ir.Constant(value.type, 0.0))
 
 
-def _compute(operation: Callable[..., Any]) -> Emit:
-    return lambda b, *lanes: lane(b, operation(b, *(number(b, x) for x in lanes)))
-
-
-def _pick(comparison: str) -> Emit:
+def _pick(comparison: str) -> Operation:
     """The operand that is larger (or smaller), or the one that is a number."""
 
     def operation(b: Any, x: Any, y: Any) -> Any:
         first = b.or_(b.fcmp_ordered(comparison, x, y), b.fcmp_unordered("uno", y, y))
         return b.select(first, x, y)
 
-    return _compute(operation)
+    return operation
 
 
-def _libm(name: str) -> Emit:
+def _libm(name: str) -> Operation:
     def operation(b: Any, x: Any) -> Any:
-        double = _TYPES[64]
-        function = b.module.declare_intrinsic(f"llvm.{name}", [double])
-        if x.type == double:
-            return b.call(function, [x])
-        return b.fptrunc(b.call(function, [b.fpext(x, double)]), x.type)
+        function = b.module.declare_intrinsic(f"llvm.{name}", [_TYPES[64]])
+        return _to(b, b.call(function, [_to(b, x, _TYPES[64])]), x.type)
 
-    return _compute(operation)
+    return operation
 
 
-def _compare(comparison: str) -> Emit:
-    def emit(b: Any, x: Any, y: Any) -> Any:
-        compare = b.fcmp_unordered if comparison == "!=" else b.fcmp_ordered
-        return compare(comparison, number(b, x), number(b, y))
-
-    return emit
+def _exact(name: str) -> Operation:
+    return lambda b, x: b.call(b.module.declare_intrinsic(f"llvm.{name}", [x.type]), [x])
 
 
-_DIVIDE = _compute(lambda b, x, y: b.fdiv(x, y))
-ARITHMETIC: dict[str, tuple[str, Emit]] = {
-    "create_fadd": ("fadd", _compute(lambda b, x, y: b.fadd(x, y))),
-    "create_fsub": ("fsub", _compute(lambda b, x, y: b.fsub(x, y))),
-    "create_fmul": ("fmul", _compute(lambda b, x, y: b.fmul(x, y))),
-    "create_fdiv": ("fdiv", _DIVIDE),
-    "create_precise_divf": ("fdiv", _DIVIDE),
-    "create_fneg": ("fneg", _compute(lambda b, x: b.fneg(x))),
-    "create_maxnumf": ("fmax", _pick(">=")),
-    "create_minnumf": ("fmin", _pick("<=")),
-    "create_exp": ("exp", _libm("exp")),
-    "create_log": ("log", _libm("log")),
+def _compare(comparison: str) -> Operation:
+    def operation(b: Any, x: Any, y: Any) -> Any:
+        return (b.fcmp_unordered if comparison == "!=" else b.fcmp_ordered)(comparison, x, y)
+
+    return operation
+
+
+_ARITHMETIC: dict[str, Operation] = {
+    "create_fadd": lambda b, x, y: b.fadd(x, y),
+    "create_fsub": lambda b, x, y: b.fsub(x, y),
+    "create_fmul": lambda b, x, y: b.fmul(x, y),
+    "create_fdiv": lambda b, x, y: b.fdiv(x, y),
+    "create_precise_divf": lambda b, x, y: b.fdiv(x, y),
+    "create_fneg": lambda b, x: b.fneg(x),
+    "create_maxnumf": _pick(">="),
+    "create_minnumf": _pick("<="),
+    "create_exp": _libm("exp"),
+    "create_exp2": _libm("exp2"),
+    "create_log": _libm("log"),
+    "create_log2": _libm("log2"),
+    "create_ceil": _exact("ceil"),
+    "create_floor": _exact("floor"),
+    "create_fabs": _exact("fabs"),
 }
-COMPARISONS: dict[str, tuple[str, Emit]] = {
-    f"create_fcmp{name}": (f"f{name.lower()}", _compare(text))
+_COMPARISONS: dict[str, Operation] = {
+    f"create_fcmp{name}": _compare(text)
     for name, text in (("OEQ", "=="), ("UNE", "!="), ("OLT", "<"), ("OLE", "<="), ("OGT", ">"), ("OGE", ">="))
 }
 
 
-def _to_integer(b: Any, x: Any, wanted: Any) -> Any:
+def known(name: str) -> bool:
+    """Whether there is an ``operation`` of this name."""
+    return name in _ARITHMETIC or name in _COMPARISONS
+
+
+def operation(name: str, type_: Any) -> tuple[Emit, Any]:
+    """The code of the builder's method of this name for lanes of this type, and the type of what comes out.
+
+    Raises ``Unsupported`` where the lanes are no numbers.
+    """
+    check(type_)
+    compares = name in _COMPARISONS
+    compute = (_COMPARISONS if compares else _ARITHMETIC)[name]
+
+    def emit(b: Any, *lanes: Any) -> Any:
+        value = compute(b, *(number(b, x, type_) for x in lanes))
+        return value if compares else lane(b, value, type_)
+
+    return emit, BOOL if compares else type_
+
+
+_BY_WAY_OF = {8: INT32, 16: INT32, 32: INT64}
+"""As x86 does it: no instruction makes integers of fewer bits, or unsigned ones."""
+
+
+def _to_integer(b: Any, value: Any, wanted: Any) -> Any:
     """Towards zero; what does not fit is the least integer, as on x86."""
-    value, least = number(b, x), -(1 << (wanted.width - 1))
+    least = -(1 << (wanted.width - 1))
     above = b.fcmp_ordered(">=", value, ir.Constant(value.type, float(least)))
     fits = b.and_(above, b.fcmp_ordered("<", value, ir.Constant(value.type, -float(least))))
     return b.select(fits, b.fptosi(value, wanted), ir.Constant(wanted, least))
 
 
-def cast(operation: str, source: Any, wanted: Any) -> Emit:
-    """The code of Triton's ``create_<operation>`` from one lane type to another. Raises ``Unsupported``."""
-    for type_, is_float in ((source, operation.startswith("fp_")), (wanted, not operation.startswith("fp_to"))):
+def cast(name: str, source: Any, wanted: Any) -> Emit:
+    """The code of Triton's ``create_<name>`` from one lane type to another. Raises ``Unsupported``."""
+    for type_, is_float in ((source, name.startswith("fp_")), (wanted, name not in ("fp_to_si", "fp_to_ui"))):
         if is_float:
             check(type_)
-    if operation == "fp_to_si" and wanted in (INT32, INT64):
-        return lambda b, x: _to_integer(b, x, wanted)
-    to = _TYPES.get(wanted.width)
-    if operation in ("fp_ext", "fp_trunc"):
-        return _compute(lambda b, x: (b.fpext if operation == "fp_ext" else b.fptrunc)(x, to))
-    if operation in ("si_to_fp", "ui_to_fp"):
-        return lambda b, x: lane(b, (b.sitofp if operation == "si_to_fp" else b.uitofp)(x, to))
-    raise Unsupported(f"{operation} to {wanted}")
+    if name in ("fp_ext", "fp_trunc", "fp_to_fp"):
+        return lambda b, x: lane(b, number(b, x, source), wanted)
+    if name in ("si_to_fp", "ui_to_fp"):
+        to = _TYPES.get(wanted.width, _TYPES[32])
+        return lambda b, x: lane(b, (b.sitofp if name == "si_to_fp" else b.uitofp)(x, to), wanted)
+    if name == "fp_to_si" and wanted in (INT32, INT64):
+        return lambda b, x: _to_integer(b, number(b, x, source), wanted)
+    if wanted.width in _BY_WAY_OF:
+        return lambda b, x: b.trunc(_to_integer(b, number(b, x, source), _BY_WAY_OF[wanted.width]), wanted)
+    raise Unsupported(f"{name} to {wanted}")

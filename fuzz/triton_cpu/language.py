@@ -16,8 +16,11 @@ from typing import Any
 
 import triton.language as tl
 
+from fuzz.triton_cpu import floats
 from fuzz.triton_cpu.builder import Builder
 from fuzz.triton_cpu.operators import WeakInt, known, plain
+from fuzz.triton_cpu.products import product
+from fuzz.triton_cpu.shapes import concatenated
 from fuzz.triton_cpu.tiles import Handle, Load, Scalar, Unsupported
 from fuzz.triton_cpu.totals import Totals
 
@@ -29,7 +32,20 @@ class Language(Totals):
         frozenset(["program_id", "num_programs", "arange", "load", "store", "where", "minimum", "maximum", "full"])
         | frozenset(["zeros", "cast", "expand_dims", "multiple_of", "max_contiguous", "max_constancy", "constexpr"])
         | frozenset(["sum", "max", "min", "argmax", "argmin", "cumsum", "exp", "log", "add", "mul", "umulhi"])
-        | frozenset(["to_tensor", "static_assert", "device_assert", "debug_barrier"])
+        | frozenset(["exp2", "log2", "ceil", "floor", "abs", "clamp", "dot", "reshape", "broadcast_to", "trans"])
+        | frozenset(
+            [
+                "permute",
+                "join",
+                "split",
+                "interleave",
+                "cat",
+                "to_tensor",
+                "static_assert",
+                "device_assert",
+                "debug_barrier",
+            ]
+        )
     )
     METHODS = frozenset(["to", "cast", "expand_dims", "sum", "max", "min", "cumsum", "store"])
 
@@ -84,6 +100,69 @@ class Language(Totals):
         if not x.dtype.is_int() or x.dtype.int_bitwidth < 32:
             raise Unsupported(f"umulhi of {x.dtype}")
         return tl.tensor(self.builder.create_umulhi(x.handle, y.handle), x.type)
+
+    def abs(self, x: Any) -> Any:
+        if x.dtype.is_int_unsigned():
+            return x
+        return self._of_floats(self.builder.create_fabs, x)
+
+    def clamp(self, x: Any, min: Any, max: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> Any:
+        return self.semantic.clamp(self.tensor(x), self.tensor(min), self.tensor(max), propagate_nan)
+
+    def dot(
+        self,
+        input: Any,
+        other: Any,
+        acc: Any = None,
+        input_precision: Any = None,  # noqa: ARG002 - float32 stays float32
+        allow_tf32: Any = None,  # noqa: ARG002
+        max_num_imprecise_acc: Any = None,  # noqa: ARG002
+        out_dtype: Any = None,
+    ) -> Any:
+        shapes = input.handle.shape, other.handle.shape
+        if [len(shape) for shape in shapes] != [2, 2] or shapes[0][1] != shapes[1][0] or input.dtype != other.dtype:
+            raise Unsupported(f"a product of {input.type} and {other.type}")
+        floats.check(input.handle.type)
+        wanted = out_dtype or (acc.dtype if acc is not None else tl.float32)
+        if not input.dtype.is_floating() or input.dtype == tl.float64 or wanted != tl.float32:
+            raise Unsupported(f"a product of {input.dtype} in {wanted}")
+        handle = product(self.emitter, input.handle, other.handle)
+        result = tl.tensor(handle, tl.block_type(tl.float32, list(handle.shape)))
+        return result if acc is None else self.semantic.add(result, acc, False)
+
+    def reshape(self, input: Any, *shape: Any, can_reorder: bool = False) -> Any:
+        sizes = _sizes(shape)
+        if can_reorder or not sizes:
+            raise Unsupported("a reshape that may reorder, or of no axes")
+        return self.semantic.reshape(input, sizes, False)
+
+    def broadcast_to(self, input: Any, *shape: Any) -> Any:
+        return self.semantic.broadcast_impl_shape(input, _sizes(shape))
+
+    def permute(self, input: Any, *dims: Any) -> Any:
+        return self.semantic.permute(input, _sizes(dims))
+
+    def trans(self, input: Any, *dims: Any) -> Any:
+        rank = len(input.handle.shape)
+        return self.permute(input, *(dims or (*range(rank - 2), rank - 1, rank - 2)))
+
+    def join(self, a: Any, b: Any) -> Any:
+        return self.semantic.join(a, b)
+
+    def split(self, a: Any) -> Any:
+        if len(a.handle.shape) < 2:
+            raise Unsupported("a split into two scalars")
+        return self.semantic.split(a)
+
+    def interleave(self, a: Any, b: Any) -> Any:
+        shape = self.join(a, b).handle.shape
+        return self.reshape(self.join(a, b), [*shape[:-2], 2 * shape[-2]])
+
+    def cat(self, input: Any, other: Any, can_reorder: bool = False, dim: int = 0) -> Any:
+        if can_reorder or input.type != other.type or not isinstance(dim, int):
+            raise Unsupported("a cat of two types, or one that may reorder")
+        handle = concatenated(self.emitter, input.handle, other.handle, dim % len(input.handle.shape))
+        return tl.tensor(handle, tl.block_type(input.dtype, list(handle.shape)))
 
     def expand_dims(self, input: Any, axis: int) -> Any:
         rank = len(input.shape) + 1
@@ -158,8 +237,20 @@ class Language(Totals):
     def exp(self, x: Any) -> Any:
         return self._of_floats(self.builder.create_exp, x)
 
+    def exp2(self, x: Any) -> Any:
+        return self._of_floats(self.builder.create_exp2, x)
+
     def log(self, x: Any) -> Any:
         return self._of_floats(self.builder.create_log, x)
+
+    def log2(self, x: Any) -> Any:
+        return self._of_floats(self.builder.create_log2, x)
+
+    def ceil(self, x: Any) -> Any:
+        return self._of_floats(self.builder.create_ceil, x)
+
+    def floor(self, x: Any) -> Any:
+        return self._of_floats(self.builder.create_floor, x)
 
     def _of_floats(self, function: Callable[[Handle], Handle], x: Any) -> Any:
         x = self.tensor(x)
@@ -185,3 +276,9 @@ class Language(Totals):
         if element == tl.int1:
             return self.semantic.cast(pointer, tl.pointer_type(tl.int8)), tl.int8
         return pointer, element
+
+
+def _sizes(shape: Sequence[Any]) -> list[int]:
+    """The sizes of a shape that is given as one argument, or as many."""
+    given = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    return [plain(size) for size in given]

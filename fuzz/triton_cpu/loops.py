@@ -173,6 +173,10 @@ class _Loop:
 
     def body(self, statements: Sequence[ast.stmt]) -> None:
         """One iteration."""
+        with self._emitter.scope():
+            self._iteration(statements)
+
+    def _iteration(self, statements: Sequence[ast.stmt]) -> None:
         self._frame.branches += 1
         if self._translator.run(statements):
             raise Unsupported("a loop that always returns")
@@ -185,6 +189,7 @@ class _Loop:
         fresh = {name: self._emitter.copy(names[name].handle) for name in self._buffers}
         for name, buffer in self._buffers.items():
             self._emitter.fill([buffer], [fresh[name]], self._emitter.all_lanes(buffer.shape))
+        self._emitter.give_back(fresh.values())
         for name, phi in self._phis.items():
             phi.add_incoming(lane_of(names[name]), self._emitter.builder.block)
 

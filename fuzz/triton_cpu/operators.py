@@ -217,8 +217,8 @@ class Operators:
                 raise Unsupported("the truth of a tile")
             lane = self.emitter.lane(value.handle, (), {})
             if value.dtype.is_floating():
-                floats.check(lane.type)
-                return floats.truth(builder, lane)
+                floats.check(value.handle.type)
+                return floats.truth(builder, lane, value.handle.type)
         else:
             lane = value.value
         return lane if lane.type.width == 1 else builder.icmp_signed("!=", lane, ir.Constant(lane.type, 0))

@@ -72,15 +72,30 @@ def first_extreme(
     return value, index, b.load(found, typ=BOOL)
 
 
-def pairwise_sum(builder: Builder, tile: Handle) -> Scalar:
-    """The floats of a tile of one axis, added up in the order of NumPy's ``sum``: eight running sums within 128 lanes,
+def pairwise_sum(builder: Builder, tile: Handle) -> Handle:
+    """The floats along the last axis, added up in the order of NumPy's ``sum``: eight running sums within 128 lanes,
     and halves of all that in pairs."""
+    emitter = builder.emitter
+    lanes, rows = emitter.copy(tile), tile.shape[:-1]
+    if not rows:
+        total: Handle = Scalar(tile.type, (), value=_row_sum(builder, lanes, ()))
+    else:
+        total = buffer = emitter.new_buffer(Handle(tile.type, rows))
+        with emitter.loops(emitter.all_lanes(rows)) as row:
+            emitter.builder.store(_row_sum(builder, lanes, row), emitter.cell(buffer, row))
+    emitter.give_back([lanes])
+    return total
+
+
+def _row_sum(builder: Builder, lanes: Buffer, row: Index) -> Any:
     emitter, b = builder.emitter, builder.emitter.builder
-    size, type_ = tile.shape[0], tile.type
-    lanes = emitter.copy(tile)
+    size, type_ = lanes.shape[-1], lanes.type
 
     def add(x: Any, y: Any) -> Any:
         return emitter.lane(builder.create_fadd(*(Scalar(type_, (), value=value) for value in (x, y))), (), {})
+
+    def lane(place: Any) -> Any:
+        return b.load(emitter.cell(lanes, (*row, place)), typ=type_)
 
     def load(memory: Any, place: Any) -> Any:
         return b.load(b.gep(memory, [place], source_etype=type_), typ=type_)
@@ -97,24 +112,23 @@ def pairwise_sum(builder: Builder, tile: Handle) -> Scalar:
 
     zero = ir.Constant(type_, 0)
     if size < _ACCUMULATORS:
-        total = load(lanes.memory, constant(0))
+        total = lane(constant(0))
         for place in range(1, size):
-            total = add(total, load(lanes.memory, constant(place)))
-        return Scalar(type_, (), value=add(zero, total))
+            total = add(total, lane(constant(place)))
+        return add(zero, total)
     chunk = min(size, _CHUNK)
     sums, parts = emitter.slot(type_, _ACCUMULATORS), emitter.slot(type_, size // chunk)
     places = [constant(place) for place in range(_ACCUMULATORS)]
     with emitter.loop(constant(size // chunk)) as number:
         start = b.mul(number, constant(chunk))
         for place in places:
-            store(load(lanes.memory, b.add(start, place)), sums, place)
+            store(lane(b.add(start, place)), sums, place)
         with emitter.loop(constant(chunk // _ACCUMULATORS - 1)) as group:
             first = b.add(start, b.mul(b.add(group, constant(1)), constant(_ACCUMULATORS)))
             for place in places:
-                store(add(load(sums, place), load(lanes.memory, b.add(first, place))), sums, place)
+                store(add(load(sums, place), lane(b.add(first, place))), sums, place)
         store(in_pairs([load(sums, place) for place in places]), parts, number)
-    total = in_pairs([load(parts, constant(place)) for place in range(size // chunk)])
-    return Scalar(type_, (), value=add(zero, total))
+    return add(zero, in_pairs([load(parts, constant(place)) for place in range(size // chunk)]))
 
 
 def _without(shape: Sequence[int], axis: int) -> tuple[int, ...]:

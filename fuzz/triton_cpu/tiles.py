@@ -188,6 +188,8 @@ class Emitter:
         self.builder = ir.IRBuilder(function.append_basic_block("start"))
         self._start = self.builder.block
         self._buffer_bytes = 0
+        self._spare: dict[tuple[int, int], list[Any]] = {}
+        self._computed: dict[Handle, Buffer] = {}
 
     def close(self) -> None:
         """Nothing more comes: go on from the stack slots to the code."""
@@ -198,6 +200,7 @@ class Emitter:
         """One lane of ``handle``; ``memo`` holds what this iteration has computed already."""
         if isinstance(handle, Scalar):
             return handle.value
+        handle = self._computed.get(handle, handle)
         key = (handle, index)
         if key not in memo:
             memo[key] = handle.lane(self, index, memo)
@@ -206,7 +209,9 @@ class Emitter:
     def slot(self, type_: Any, count: int = 1) -> Any:
         """Stack memory for ``count`` values."""
         with self.builder.goto_block(self.entry):
-            return self.builder.alloca(type_, count)
+            memory = self.builder.alloca(type_, count)
+        memory.type = ir.PointerType()  # to whatever is stored there: integers, or the floats that they stand for
+        return memory
 
     def read(self, address: Any, type_: Any) -> Any:
         """The value at an i64 address, aligned or not."""
@@ -249,10 +254,18 @@ class Emitter:
     def new_buffer(self, like: Handle) -> Buffer:
         """Uninitialised memory for every lane of ``like``."""
         count = math.prod(like.shape)
+        spare = self._spare.get((like.type.width, count))
+        if spare:
+            return Buffer(like.type, like.shape, like.pointee, memory=spare.pop())
         self._buffer_bytes += count * max(1, like.type.width // 8)
         if self._buffer_bytes > MAX_BUFFER_BYTES:
             raise Unsupported(f"tiles of more than {MAX_BUFFER_BYTES} bytes")
         return Buffer(like.type, like.shape, like.pointee, memory=self.slot(like.type, count))
+
+    def give_back(self, buffers: Iterable[Buffer]) -> None:
+        """Nothing that comes reads them: their memory may hold other lanes."""
+        for buffer in buffers:
+            self._spare.setdefault((buffer.type.width, math.prod(buffer.shape)), []).append(buffer.memory)
 
     def cell(self, buffer: Buffer, index: Index) -> Any:
         """Where a lane of a buffer is."""
@@ -273,6 +286,31 @@ class Emitter:
         buffer = self.new_buffer(source)
         self.fill([buffer], [source], self.all_lanes(source.shape))
         return buffer
+
+    def compute(self, handle: Handle) -> None:
+        """Compute every lane of ``handle`` now, for whatever reads it from here on to the end of the ``scope``."""
+        ready = isinstance(handle, (Scalar, Lanes, Buffer)) or (isinstance(handle, Load) and handle.settled)
+        if handle.shape and not ready and handle not in self._computed:
+            self._computed[handle] = self.copy(handle)
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """What is computed inside is forgotten afterwards: for code that may be jumped over."""
+        before = dict(self._computed)
+        yield
+        self._computed = before
+
+    def pending(self, handle: Handle) -> list[Handle]:
+        """Everything that computing a lane of ``handle`` goes through, once each."""
+        seen: dict[Handle, None] = {}
+        todo = [handle]
+        while todo:
+            part = todo.pop()
+            part = self._computed.get(part, part)
+            if part not in seen:
+                seen[part] = None
+                todo.extend(part.parts())
+        return list(seen)
 
     def settle(self, handles: Iterable[Handle]) -> None:
         """Have every load that ``handles`` need read memory now."""

@@ -15,6 +15,7 @@ from typing import Any
 import triton.language as tl
 
 from fuzz.triton_cpu import floats
+from fuzz.triton_cpu.formats import Narrow
 from fuzz.triton_cpu.operators import Operators
 from fuzz.triton_cpu.reductions import Combine, first_extreme, pairwise_sum, reduce, scan
 from fuzz.triton_cpu.tiles import Unsupported
@@ -27,11 +28,13 @@ class Totals(Operators):
         tile = self.semantic.cast(input, _sum_type(input, dtype))
         if not tile.dtype.is_floating():
             return self._reduced(tile, axis, keep_dims, self.builder.create_add, 0)
-        if keep_dims or len(tile.handle.shape) != 1:
-            raise Unsupported("a sum of floats along one of several axes")
-        if axis is not None:
-            _axis(tile, axis)
-        return tl.tensor(pairwise_sum(self.builder, tile.handle), tile.dtype)
+        rank = len(tile.handle.shape)
+        if keep_dims or isinstance(tile.handle.type, Narrow) or (axis is None and rank != 1):
+            raise Unsupported("a sum of floats of two bytes, or along all of several axes")
+        if rank > 1 and _axis(tile, axis) != rank - 1:
+            return self._reduced(tile, axis, keep_dims, self.builder.create_fadd, 0)
+        handle = pairwise_sum(self.builder, tile.handle)
+        return tl.tensor(handle, tl.block_type(tile.dtype, list(handle.shape)) if handle.shape else tile.dtype)
 
     def max(
         self,
@@ -74,6 +77,8 @@ class Totals(Operators):
     def _extreme(self, tile: Any, axis: int | None, keep_dims: bool, *, largest: bool) -> Any:
         builder = self.builder
         dtype = _number_type(tile)
+        if dtype.is_floating() and dtype.primitive_bitwidth < 32:
+            tile, dtype = self.semantic.cast(tile, tl.float32), tl.float32
         if dtype.is_floating():
             combine = builder.create_maxnumf if largest else builder.create_minnumf
             return self._reduced(tile, axis, keep_dims, combine, floats.bits(float("nan"), dtype.primitive_bitwidth))
@@ -85,6 +90,8 @@ class Totals(Operators):
     def _first(self, tile: Any, axis: int | None, keep_dims: bool, *, largest: bool) -> Any:
         """The largest or smallest value, and the first lane that has it."""
         builder, dtype = self.builder, _number_type(tile)
+        if dtype.is_floating() and dtype.primitive_bitwidth < 32:
+            raise Unsupported(f"the index of a maximum of {dtype}")
         if keep_dims or axis is None or len(tile.handle.shape) != 1 or dtype.is_bool():
             raise Unsupported("the index of a maximum along one of several axes, or of booleans")
         _axis(tile, axis)

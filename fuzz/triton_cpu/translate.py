@@ -114,8 +114,9 @@ class Translator(Loops):
         for block, body in zip(blocks, (statement.body, statement.orelse), strict=True):
             builder.position_at_end(block)
             frame.names = dict(before)
-            if not self.run(body):
-                ways.append(_Way(builder.block, frame.names))
+            with self.emitter.scope():
+                if not self.run(body):
+                    ways.append(_Way(builder.block, frame.names))
         frame.branches -= 1
         with builder.goto_block(start):
             builder.cbranch(test, *blocks)
