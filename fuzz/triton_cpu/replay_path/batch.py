@@ -31,7 +31,7 @@ class Launch:
 
 
 class Batch:
-    """Requests that prefill after a hit: ``rows`` of them, ``query`` tokens each, in paged blocks."""
+    """Requests that are replaying, or have just done so: ``rows`` of them, ``query`` tokens each, in paged blocks."""
 
     def __init__(self, rows: int, query: int) -> None:
         self.random = random = np.random.default_rng(rows * 10007 + query)
@@ -40,7 +40,7 @@ class Batch:
         self.context = random.integers(0, 3 * WINDOW, rows)
         self.starts = tensor(np.arange(rows + 1) * query)
         self.lens = tensor(self.query + self.context)
-        self.replay_start = tensor(np.maximum(self.context - WINDOW, 0))
+        self.replay_start = tensor(np.maximum(self.context - random.integers(0, WINDOW + 1, rows), 0))
         self.requests = tensor(np.repeat(np.arange(rows), query))
         self.positions = tensor((self.context[:, None] + np.arange(query)).ravel(), I64)
         self.index = tensor(random.permutation(rows))
