@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
 """Every kernel on vLLM's replay path is compiled, and does what it does under the interpreter, and what torch says.
 
-Bytes are equal, except where sums of float32 are taken in another order: attention is within a bound, derived below, of
-a dense computation in float64.
+Bytes are equal, except where sums of float32 are taken in another order (``test_rocm_attention`` has the bound for
+those).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuzz.triton_cpu.replay_path import KERNELS
 from fuzz.triton_cpu.replay_path.batch import HEAD, MXFP8, NOPE, NVFP4, V4, Launch
 
 BF16, E4M3, FNUZ, BYTE = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.uint8
-UNIT = 2.0**-24
-"""Half an ulp of float32 at 1; that of bfloat16 is 2**-9."""
 seeds = st.integers(0, 1 << 20)
+slow = settings(fuzzed, max_examples=8)
+"""The interpreter takes tens of milliseconds a token."""
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 
@@ -39,8 +39,8 @@ def interpreter() -> Iterator[None]:
 
 
 def near(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Whether they differ by no more than a rounding to bfloat16 of what they are made of."""
-    return (got.double() - wanted.double()).abs() <= 2.0**-8 * wanted.double().abs().max()
+    """Whether they differ by no more than a step of bfloat16 at the largest."""
+    return (got.double() - wanted.double()).abs() <= 2.0**-7 * wanted.double().abs().max()
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -48,7 +48,7 @@ def test_every_kernel_is_compiled(name: str) -> None:
     """With the launches of the benchmark, smaller."""
 
     def launched() -> Launch:
-        launch = KERNELS[name](16 if name == "attention_decode_reduce" else 8)
+        launch = KERNELS[name](64 if name.startswith("attention_decode_") else 8)
         before = [tensor.clone() for tensor in launch.written]
         launch.run()
         changed = [not torch.equal(old, new) for old, new in zip(before, launch.written, strict=True)]
@@ -86,7 +86,7 @@ def _records(cache: torch.Tensor, block: int, width: int, slots: torch.Tensor) -
 
 @pytest.mark.parametrize("fnuz", [False, True])
 @pytest.mark.parametrize("width", [V4, MXFP8])
-@fuzzed
+@slow
 @given(seeds, st.integers(1, 3), st.sampled_from([1, 3, 8]), st.sampled_from([1e-6, 1.0, 300.0]))
 def test_k_insert(width: int, fnuz: bool, seed: int, tokens: int, block: int, size: float) -> None:
     """Byte for byte, the interpreter's and torch's: scales are the least power of two that the largest fits under."""
@@ -144,7 +144,7 @@ FORMATS = [(V4, False, False), (V4, True, False), (V4, True, True), (MXFP8, Fals
 
 
 @pytest.mark.parametrize(("width", "rocm", "fnuz"), [*FORMATS, (NVFP4, False, False)])
-@fuzzed
+@slow
 @given(seeds, st.integers(1, 3), st.sampled_from([1, 3, 8]), st.booleans())
 def test_k_gather(width: int, rocm: bool, fnuz: bool, seed: int, rows: int, block: int, whole: bool) -> None:
     """Byte for byte, the interpreter's and torch's. ROCm takes the one-pass kernel for V4."""
