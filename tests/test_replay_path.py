@@ -22,6 +22,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fuzz import bench
+from fuzz.triton_cpu import replay_path
 from fuzz.triton_cpu.replay_path import KERNELS
 from fuzz.triton_cpu.replay_path.batch import HEAD, MXFP8, NOPE, NVFP4, V4, Launch
 
@@ -36,11 +38,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 def interpreter() -> Iterator[None]:
     with interpreting():
         yield
-
-
-def near(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Whether they differ by no more than a step of bfloat16 at the largest."""
-    return (got.double() - wanted.double()).abs() <= 2.0**-7 * wanted.double().abs().max()
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -58,11 +55,40 @@ def test_every_kernel_is_compiled(name: str) -> None:
     wanted = launched()
     with compiled():
         got = launched()
-    for one, other in zip(got.written, wanted.written, strict=True):
-        if wanted.rounds:
-            assert near(one, other).all()
-        else:
-            assert torch.equal(one, other)
+    assert got.agrees(wanted)
+
+
+def test_launches_that_wrote_something_else_do_not_agree() -> None:
+    for rounds in (False, True):
+        one, other = (Launch(lambda: None, [torch.arange(4.0)], rounds) for _ in range(2))
+        assert one.agrees(other)
+        other.written[0][1] += 0.1
+        assert not one.agrees(other)
+        other.written[0][1] = torch.nan
+        assert not one.agrees(other)
+
+
+def test_the_benchmark_says_what_differs_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = 0
+
+    def differs(_programs: int) -> Launch:
+        nonlocal built
+        built += 1
+        return Launch(lambda: sum(range(999)), [torch.tensor([built])])
+
+    def absent(_programs: int) -> Launch:
+        raise ImportError("not in this vLLM")
+
+    kernels = {"swa_indices": KERNELS["swa_indices"], "differs": differs, "absent": absent}
+    monkeypatch.setattr(replay_path, "KERNELS", kernels)
+    monkeypatch.setattr(bench, "PROGRAMS", 8)
+    monkeypatch.setattr(bench, "STEP", 8)
+    figures = bench.bench_triton("")
+    assert figures["unequal"] == ["differs"]
+    assert figures["missing"] == ["absent"]
+    assert figures["fallbacks"] == {}
+    assert figures["lockstep_vs_interpreter_swa_indices"] > 1
+    assert figures["per_row_4096_vs_688"] > 0
 
 
 # KV

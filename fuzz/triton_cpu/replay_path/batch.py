@@ -22,12 +22,21 @@ I32, I64 = torch.int32, torch.int64
 
 @dataclass(frozen=True)
 class Launch:
-    """``run`` launches; ``written`` is what it writes, or has a prior value in; ``rounds`` is True where a float32 sum
-    is taken in an order of the executor's own."""
+    """``run`` launches; ``written`` is all that it changes; ``rounds`` is True where it adds float32 up in an order of
+    the executor's own."""
 
     run: Callable[[], Any]
     written: Sequence[torch.Tensor]
     rounds: bool = False
+
+    def agrees(self, other: Launch) -> bool:
+        """Whether the other wrote the same bytes: or, where it ``rounds``, bfloat16 that are a step apart at most, as
+        large as the largest has it."""
+        pairs = list(zip(self.written, other.written, strict=True))
+        if not self.rounds:
+            return all(torch.equal(one, another) for one, another in pairs)
+        floats = [(one.double(), another.double()) for one, another in pairs]
+        return all(bool(((one - another).abs() <= another.abs().max() * 2.0**-7).all()) for one, another in floats)
 
 
 class Batch:
