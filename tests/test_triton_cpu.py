@@ -727,7 +727,7 @@ def _atomic(out, n):
 
 @triton.jit
 def _floating(out, n):
-    tl.store(out, (tl.load(out) * 1.5).to(tl.uint32) + n)
+    tl.store(out, (tl.load(out) * 1.5).to(tl.uint64) + n)
 
 
 @triton.jit

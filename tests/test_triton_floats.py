@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from triton.runtime.errors import InterpreterError
 
-from fuzz.triton_cpu import fallbacks, install, uninstall
+from fuzz.triton_cpu import install, uninstall
 from fuzz.triton_cpu.executor import KernelFallback
 
 ULP = 4
@@ -479,36 +479,298 @@ def test_the_high_half_of_a_product(dtype: torch.dtype) -> None:
     assert out.tolist() == [0, 0, most - 1, 3]
 
 
-# what is not translated
+# floats of one and two bytes: torch is the arbiter
+
+BF16, F16, E4M3, FNUZ = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz
+narrow = pytest.mark.parametrize("dtype", [BF16, F16, E4M3, FNUZ], ids=str)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_two_byte_floats_fall_back(dtype: torch.dtype) -> None:
-    """They are counted and named, and the result is the interpreter's."""
+@triton.jit
+def _cast(values, out, n: tl.constexpr):
+    lane = tl.arange(0, n)
+    tl.store(out + lane, tl.load(values + lane).to(out.dtype.element_ty))
+
+
+def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.empty(len(values), dtype=dtype)
+    with compiled():
+        _cast[(1,)](values, out, len(values))
+    return out
+
+
+def alike(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Whether elements have the same bits, or both are NaN."""
+    bits = {1: torch.uint8, 2: torch.uint16, 4: I32}[got.dtype.itemsize]
+    return (got.view(bits) == wanted.view(bits)) | (got.float().isnan() & wanted.float().isnan())
+
+
+@narrow
+def test_every_narrow_float_widens_as_in_torch(dtype: torch.dtype) -> None:
+    bits = {1: torch.uint8, 2: torch.uint16}[dtype.itemsize]
+    values = torch.arange(1 << 8 * dtype.itemsize).to(bits).view(dtype)
+    assert alike(cast(values, F32), values.float()).all()
+    assert alike(cast(values, BF16), values.to(BF16)).all()
+
+
+@narrow
+@fuzzed
+@given(seeds)
+def test_floats_are_narrowed_as_in_torch(dtype: torch.dtype, seed: int) -> None:
+    """Any bits, and numbers near the format's own and midway between them, where rounding is decided."""
+    random, n = torch.Generator().manual_seed(seed), 1 << 10
+    bits = {1: torch.uint8, 2: torch.uint16}[dtype.itemsize]
+    own = torch.randint(0, 1 << 8 * dtype.itemsize, (n,), generator=random).to(bits).view(dtype).float()
+    other = (own.view(I32) + torch.randint(-2, 3, (n,), generator=random, dtype=I32)).view(F32)
+    midway = (own.double() * (1 + 2.0 ** -torch.randint(3, 13, (n,), generator=random))).float()
+    anything = torch.randint(-(1 << 31), 1 << 31, (n,), generator=random).to(I32).view(F32)
+    for values in (own, other, midway, anything):
+        same_bits = alike(cast(values, dtype), values.to(dtype))
+        assert same_bits.all(), values[~same_bits][:3].tolist()
+
+
+def test_what_no_narrow_float_is_large_enough_for() -> None:
+    values = torch.tensor([1e9, -1e9, torch.inf, -torch.inf, torch.nan, 464.0, 465.0, 248.0, 249.0, 65519.0, 65520.0])
+    values = torch.cat([values, values[:5]])
+    for dtype in (BF16, F16, E4M3, FNUZ):
+        assert alike(cast(values, dtype), values.to(dtype)).all(), dtype
+
+
+@triton.jit
+def _narrow_arithmetic(a, b, out, flags, n: tl.constexpr):
+    lane = tl.arange(0, n)
+    x, y = tl.load(a + lane), tl.load(b + lane)
+    tl.store(out + lane, x + y)
+    tl.store(out + n + lane, x - y)
+    tl.store(out + 2 * n + lane, x * y)
+    tl.store(out + 3 * n + lane, tl.where(x > y, tl.abs(x), -y))
+    tl.store(out + 4 * n + lane, tl.maximum(x, y))
+    tl.store(flags + lane, (x == y) | (x <= y))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_every_operation_on_two_bytes_is_rounded(dtype: torch.dtype) -> None:
+    """As torch does it, and as the interpreter does once it is put right."""
+    arena, n = Arena(3), 64
+    a, b = (arena.put(arena.random.normal(0, 3, n), dtype) for _ in range(2))
+    a[:4] = torch.tensor([torch.nan, torch.inf, -0.0, 1e-6])
+    out, flags = arena.empty(5 * n, dtype), arena.empty(n, BOOL)
+    with compiled():
+        _narrow_arithmetic[(1,)](a, b, out, flags, n)
+    wanted = [a + b, a - b, a * b, torch.where(a > b, a.abs(), -b), torch.fmax(a, b)]
+    assert alike(out, torch.cat(wanted)).all()
+    assert torch.equal(flags, (a == b) | (a <= b))
+    a[0] = 1.0  # the bits of a NaN are not kept
+    agree(arena, _narrow_arithmetic[(1,)], a, b, out, flags, n)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_ranks_of_two_bytes(dtype: torch.dtype) -> None:
     from vllm.v1.worker.gpu.sample.logprob import _ranks_kernel as kernel
 
-    values, out = torch.tensor([[1.0, 3.0, 2.0, 3.0]], dtype=dtype), torch.zeros(1, dtype=I64)
-    launches = fallbacks["_ranks_kernel"]
-    install()
-    try:
-        with pytest.warns(KernelFallback, match="kernel _ranks_kernel: unsupported a float of 16 bits at line"):
-            kernel[(1,)](out, values, 4, torch.tensor([2]), 4, BLOCK_SIZE=4)
-    finally:
-        uninstall()
-    assert out.item() == 3
-    assert fallbacks["_ranks_kernel"] == launches + 1
+    values, out = torch.tensor([[1.0, 3.0, -2.0, 3.0]], dtype=dtype), torch.zeros(1, dtype=I64)
+    with compiled():
+        kernel[(1,)](out, values, 4, torch.tensor([2]), 4, BLOCK_SIZE=4)
+    assert out.item() == 4
+
+
+@triton.jit
+def _to_small(values, bytes_, shorts, words, n: tl.constexpr):
+    lane = tl.arange(0, n)
+    x = tl.load(values + lane)
+    tl.store(bytes_ + lane, x.to(tl.uint8))
+    tl.store(bytes_ + n + lane, x.to(tl.int8).to(tl.uint8, bitcast=True))
+    tl.store(shorts + lane, x.to(tl.int16))
+    tl.store(words + lane, x.to(tl.uint32))
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_small_and_unsigned_integers(dtype: torch.dtype) -> None:
+    arena = Arena(5)
+    values = arena.put([0.0, -0.0, 0.9, 1.0, 17.5, 126.99, 127.0, 99.0], dtype)
+    out = arena.empty(16, torch.uint8), arena.empty(8, torch.int16), arena.empty(8, torch.uint32)
+    agree(arena, _to_small[(1,)], values, *out, 8)
+
+
+# functions of floats
+
+
+@triton.jit
+def _functions(values, out, n: tl.constexpr):
+    lane = tl.arange(0, n)
+    x = tl.load(values + lane)
+    tl.store(out + lane, tl.ceil(x))
+    tl.store(out + n + lane, tl.floor(x))
+    tl.store(out + 2 * n + lane, tl.abs(x))
+    tl.store(out + 3 * n + lane, tl.clamp(x, -2.5, 2.5))
+
+
+@fuzzed
+@given(seeds, floats)
+def test_functions_that_are_exact(seed: int, dtype: torch.dtype) -> None:
+    arena, n = Arena(seed), 64
+    values = arena.put(arena.random.normal(0, 3, n), dtype)
+    values[: len(SPECIAL)] = torch.tensor(SPECIAL, dtype=dtype)
+    out = arena.empty(4 * n, dtype)
+    agree(arena, _functions[(1,)], values, out, n, loosely=[(out, same)])
+
+
+@triton.jit
+def _powers(values, out, n: tl.constexpr):
+    lane = tl.arange(0, n)
+    x = tl.load(values + lane)
+    tl.store(out + lane, tl.exp2(x))
+    tl.store(out + n + lane, tl.log2(tl.abs(x)))
+
+
+@fuzzed
+@given(seeds, floats)
+def test_exp2_and_log2(seed: int, dtype: torch.dtype) -> None:
+    arena, n = Arena(seed), 64
+    values = arena.put(arena.random.normal(0, 40, n), dtype)
+    out = arena.empty(2 * n, dtype)
+    agree(arena, _powers[(1,)], values, out, n, loosely=[(out, within(ULP))])
+
+
+def test_powers_of_two_are_exact() -> None:
+    """Scales of the cache are nothing else."""
+    values, out = torch.arange(-149, 107).float(), torch.empty(512)
+    with compiled():
+        _powers[(1,)](values, out, 256)
+    assert torch.equal(out[:256].double(), 2.0 ** values.double())
+    exact = 2.0 ** torch.arange(-149, 107).float()
+    with compiled():
+        _powers[(1,)](exact, out, 256)
+    assert torch.equal(out[256:], values)
+
+
+# sums along one of several axes, and products
+
+
+@triton.jit
+def _axes(values, out, rows: tl.constexpr, columns: tl.constexpr):
+    row, column = tl.arange(0, rows), tl.arange(0, columns)
+    x = tl.load(values + row[:, None] * columns + column[None, :])
+    tl.store(out + row, tl.sum(x, axis=1))
+    tl.store(out + rows + column, tl.sum(x, axis=0))
+    tl.store(out + rows + columns + row, tl.max(x, axis=1))
+
+
+@fuzzed
+@given(seeds, st.sampled_from([1, 2, 16]), st.sampled_from([1, 4, 8, 64, 512]), floats)
+def test_sums_along_one_of_two_axes(seed: int, rows: int, columns: int, dtype: torch.dtype) -> None:
+    """In NumPy's order: pairwise along the last axis, one after the other along another."""
+    arena = Arena(seed)
+    values = arena.put(arena.random.normal(0, 1, rows * columns), dtype)
+    agree(arena, _axes[(1,)], values, arena.empty(2 * rows + columns, dtype), rows, columns)
+
+
+@triton.jit
+def _products(a, b, acc, out, m: tl.constexpr, n: tl.constexpr, k: tl.constexpr):
+    row, column, inner = tl.arange(0, m)[:, None], tl.arange(0, n)[None, :], tl.arange(0, k)
+    x = tl.load(a + row * k + inner[None, :])
+    y = tl.load(b + tl.arange(0, n)[:, None] * k + inner[None, :])
+    at = row * n + column
+    tl.store(out + at, tl.dot(x, tl.trans(y)))
+    tl.store(out + m * n + at, tl.dot(x, tl.trans(y), tl.load(acc + at)))
+
+
+sizes = st.sampled_from([1, 2, 4, 16, 32])
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, E4M3, FNUZ], ids=str)
+@fuzzed
+@given(seeds, sizes, sizes, st.sampled_from([1, 2, 8, 128, 512]))
+def test_products_are_within_their_bound(dtype: torch.dtype, seed: int, m: int, n: int, k: int) -> None:
+    """k * u * sum(abs(a) * abs(b)) from the exact product, and no further from float64's than that."""
+    arena = Arena(seed)
+    a, b = arena.put(arena.random.normal(0, 1, (m, k)), dtype), arena.put(arena.random.normal(0, 1, (n, k)), dtype)
+    acc, out = arena.put(arena.random.normal(0, 1, (m, n)), F32), arena.empty((2, m, n), F32)
+    untouched = arena.bytes.clone()
+    with compiled():
+        _products[(1,)](a, b, acc, out, m, n, k)
+    exact, size = a.double() @ b.double().T, a.double().abs() @ b.double().abs().T
+    unit = 2.0**-24
+    assert ((out[0] - exact).abs() <= k * unit * size).all()
+    assert ((out[1] - (exact + acc)).abs() <= k * unit * size + unit * (exact + acc).abs() * (1 + k * unit)).all()
+    out.copy_(untouched[out.data_ptr() - arena.bytes.data_ptr() :][: out.nbytes].view(F32).view(out.shape))
+    assert torch.equal(arena.bytes, untouched)
+
+
+def test_products_add_in_ascending_order() -> None:
+    """What the docstring says, bit for bit."""
+    k = 64
+    random = np.random.default_rng(9)
+    a, b = (torch.from_numpy(random.normal(size=(1, k)).astype(np.float32)) for _ in range(2))
+    out = torch.empty(2)
+    with compiled():
+        _products[(1,)](a, b, torch.zeros(1), out, 1, 1, k)
+    total = np.float32(0)
+    for x, y in zip(a[0].numpy(), b[0].numpy(), strict=True):
+        total = np.float32(total + np.float32(x * y))
+    assert out[0].item() == total
+
+
+# tiles in another shape
+
+
+@triton.jit
+def _shapes(values, out, n: tl.constexpr):
+    lane = tl.arange(0, n)
+    x = tl.load(values + lane)
+    tile = tl.reshape(x, (4, n // 4))
+    tl.store(out + lane, tl.reshape(tl.trans(tile), (n,)))
+    left, right = tl.split(tl.reshape(x, (n // 2, 2)))
+    tl.store(out + n + lane, tl.interleave(right, left))
+    tl.store(out + 2 * n + lane, tl.reshape(tl.join(left, right * 2), (n,)))
+    cube = tl.permute(tl.reshape(x, (2, 2, n // 4)), (1, 2, 0))
+    tl.store(out + 3 * n + lane, tl.reshape(cube, (n,)))
+    rows = tl.cat(tl.reshape(left, (2, n // 4)), tl.reshape(right, (2, n // 4)), dim=1)
+    tl.store(out + 4 * n + lane, tl.reshape(rows, (n,)))
+    rows = tl.cat(tl.reshape(left, (2, n // 4)), tl.reshape(right, (2, n // 4)), dim=0)
+    tl.store(out + 5 * n + lane, tl.reshape(rows, (n,)))
+    spread = tl.broadcast_to(tl.exp2(left)[:, None], (n // 2, 2))
+    tl.store(out + 6 * n + lane, tl.reshape(spread, (n,)))
+
+
+@fuzzed
+@given(seeds, st.sampled_from([8, 64]))
+def test_tiles_in_another_shape(seed: int, n: int) -> None:
+    arena = Arena(seed)
+    agree(arena, _shapes[(1,)], arena.ints(-9, 9, n, F32), arena.empty(7 * n, F32), n)
+
+
+@triton.jit
+def _spread(values, out, rows: tl.constexpr, columns: tl.constexpr, n):
+    row, column = tl.arange(0, rows), tl.arange(0, columns)
+    at = row[:, None] * columns + column[None, :]
+    scale = tl.exp2(tl.load(values + row))
+    tl.store(values + row, tl.load(values + row) + 1)
+    if n > 1:
+        tl.store(out + at, scale[:, None] + column[None, :])
+        tl.store(values + row, scale)
+    tl.store(out + rows * columns + at, scale[:, None] * column[None, :])
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_is_spread_is_computed_once_and_in_time(n: int) -> None:
+    """Before the stores that come after it, and on whichever way the program takes."""
+    arena = Arena(n)
+    agree(arena, _spread[(1,)], arena.ints(0, 5, 8, F32), arena.empty(2 * 8 * 16, F32), 8, 16, n)
+
+
+# what is not translated
 
 
 @triton.jit
 def _rows(values, out):
     row, column = tl.arange(0, 4), tl.arange(0, 8)
-    tl.store(out + row, tl.sum(tl.load(values + row[:, None] * 8 + column[None, :]), axis=1))
+    tl.store(out, tl.sum(tl.load(values + row[:, None] * 8 + column[None, :])))
 
 
-def test_sums_of_floats_along_one_of_two_axes_fall_back() -> None:
+def test_sums_of_floats_along_all_of_several_axes_fall_back() -> None:
     install()
     try:
-        with pytest.warns(KernelFallback, match="a sum of floats along one of several axes"):
-            _rows[(1,)](torch.ones(32), torch.empty(4))
+        with pytest.warns(KernelFallback, match="along all of several axes"):
+            _rows[(1,)](torch.ones(32), torch.empty(1))
     finally:
         uninstall()

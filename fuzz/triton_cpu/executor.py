@@ -128,7 +128,7 @@ class _Kernel:
             if constant:
                 key.append(_constant_key(value))
             elif kind is torch.Tensor or isinstance(value, torch.Tensor):
-                if not value.is_cpu:
+                if value.device.type != "cpu":
                     raise Unsupported(f"a tensor on {value.device}")
                 key.append(value.dtype)
                 slots.append(value.data_ptr())
