@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
+"""The memory checker: which tensors a kernel may touch, who wrote what, and what a launch did wrong.
+
+Inside ``checking()`` compiled kernels check each access (``checks``): it has to stay in the storage of the tensor that
+its pointer came from and out of rows that are forbidden, and no two programs may store different values to one
+address. Relied upon: kernels are launched by one thread, and run one after the other; a tensor's storage does not move
+while a kernel runs. Launches under Triton's interpreter are not checked (``fallbacks`` counts them).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from fuzz.triton_cpu import lookup
+from fuzz.triton_cpu.checks import Checking, Site
+from fuzz.triton_cpu.tiles import Unsupported
+
+if TYPE_CHECKING:
+    from fuzz.triton_cpu.translate import Translated
+
+FIRST_KNOWN = 64
+"""The numbers below are those of a launch's arguments, from 1 on."""
+MAX_KNOWN = 1024
+SHADOW_BYTES = 1 << 28
+"""Of all last writers' stamps together."""
+MAX_MADE = 10_000
+"""Rows of the table that are remembered."""
+
+
+@dataclass(frozen=True)
+class MemoryFault:
+    """One access of one lane that must not be."""
+
+    kernel: str
+    file: str
+    line: int
+    program: tuple[int, int, int]
+    lane: tuple[int, ...]
+    """Place in the tile; () of a scalar access."""
+    tensor: str
+    """The kernel's parameter, or what the tensor was registered as; "" for an address in no known tensor."""
+    offset: int
+    """From the tensor's first element, in its elements (rounded down); the address, if there is no tensor."""
+    access: Literal["load", "store"]
+    what: str
+    value: int | float | None = None
+    """Of a store."""
+    active: bool = True
+    """False for a lane that is masked off, which only a strict checker looks at."""
+
+    def __str__(self) -> str:
+        tensor = f"{self.tensor}[{self.offset}]" if self.tensor else f"address {self.offset:#x}"
+        value = "" if self.value is None else f" of {self.value}"
+        place = f"{Path(self.file).name}:{self.line}, program {self.program}, lane {self.lane}"
+        return f"{self.kernel}: {self.access}{value} at {tensor}: {self.what} ({place})"
+
+
+class MemoryFaults(Exception):
+    """What one launch did wrong: the first few of ``total`` faults. The launch ran to its end; a faulty lane loaded
+    ``other`` and stored nothing, but a race was only watched."""
+
+    def __init__(self, faults: Sequence[MemoryFault], total: int) -> None:
+        self.faults = tuple(faults)
+        self.total = total
+        more = f" (and {total - 1} more)" if total > 1 else ""
+        super().__init__(f"{faults[0]}{more}")
+
+
+class Rows:
+    """The rows of a tensor: stretches of equal length from its first element on (blocks, slots). Some are forbidden."""
+
+    def __init__(self, tensor: torch.Tensor, row_bytes: int) -> None:
+        base, size = _storage(tensor)
+        before = -(-(tensor.data_ptr() - base) // row_bytes)
+        self._first = before
+        self._what: dict[int, str] = {}
+        self._keep = tensor
+        self.row_bytes = row_bytes
+        self.start = tensor.data_ptr() - before * row_bytes
+        """The address that the first mark stands for."""
+        self.marks = np.zeros(-(-(base + size - self.start) // row_bytes), np.uint8)
+        """One a row of the storage."""
+
+    def forbid(self, first: int, end: int, what: str) -> None:
+        """No access to rows ``first``..``end`` - 1 from now on: ``what`` they are."""
+        self.marks[self._first + first : self._first + end] = 1
+        self._what.update(dict.fromkeys(range(self._first + first, self._first + end), what))
+
+    def allow(self, first: int, end: int) -> None:
+        """These rows are free to use again."""
+        self.marks[self._first + first : self._first + end] = 0
+
+    def what(self, address: int, width: int) -> str:
+        """What the forbidden row at an address is."""
+        rows = range((address - self.start) // self.row_bytes, (address + width - 1 - self.start) // self.row_bytes + 1)
+        row = next(row for row in rows if self.marks[row])
+        return f"in row {row - self._first}, {self._what[row]}"
+
+
+class Checker:
+    """What is known about memory. See ``checking``."""
+
+    def __init__(self, checking: Checking) -> None:
+        self.checking = checking
+        self._words = (ctypes.c_int64 * (lookup.ROWS + lookup.ROW * (FIRST_KNOWN + MAX_KNOWN)))()
+        self._table = ctypes.addressof(self._words)
+        self._words[lookup.KNOWN] = FIRST_KNOWN
+        self._known: list[tuple[str, Any]] = []
+        self._forbidden: dict[int, Rows] = {}
+        """By address of the storage."""
+        self._shadows: dict[int, tuple[int, int, Any, int]] = {}
+        """By address of the storage: its bytes, by how many bits offsets are shifted, the stamps and their address."""
+        self._shadow_bytes = 0
+        self._stamp = 1
+        self._made: dict[tuple[int, int, int, bool], list[int]] = {}
+        """Rows of the table, by storage, size of elements and whether it is stored to."""
+
+    def know(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor that kernels find by an address in memory (a table of ``data_ptr()``), not as an argument."""
+        if len(self._known) == MAX_KNOWN:
+            raise ValueError(f"more than {MAX_KNOWN} known tensors")
+        number = FIRST_KNOWN + len(self._known)
+        words, row = self._words, slice(_row(number), _row(number + 1))
+        nothing = [0] * (row.stop - row.start)
+
+        def forget(_: Any) -> None:
+            words[row] = nothing
+
+        self._known.append((name, weakref.ref(tensor, forget)))
+        words[row] = self._row(tensor, stored=True)
+        words[lookup.KNOWN] = number + 1
+
+    def rows(self, tensor: torch.Tensor, row_bytes: int) -> Rows:
+        """Rows of a tensor, all of them allowed so far; instead of any that its storage had before."""
+        found = self._forbidden[tensor.untyped_storage().data_ptr()] = Rows(tensor, row_bytes)
+        self._renew()
+        return found
+
+    def begin(self, code: Translated, tensors: Collection[torch.Tensor], programs: int) -> int:
+        """The address of the table for a launch of ``programs`` programs with these pointer arguments."""
+        if len(tensors) >= FIRST_KNOWN:
+            raise Unsupported(f"{len(tensors)} pointer arguments")
+        if self._stamp + programs >= 1 << 31 or self._shadow_bytes > SHADOW_BYTES or len(self._made) > MAX_MADE:
+            self._shadows.clear()
+            self._shadow_bytes, self._stamp = 0, 1
+            self._renew()
+        anywhere, words = lookup.NOWHERE in code.stored, []
+        shadows = -1
+        while shadows != self._shadow_bytes:  # once more where stamps of an argument had to move for another one
+            shadows, words = self._shadow_bytes, []
+            for number, tensor in enumerate(tensors, 1):
+                words += self._row(tensor, stored=anywhere or number in code.stored)
+        self._words[_row(1) : _row(1) + len(words)] = words
+        self._words[lookup.FIRST_STAMP] = self._stamp
+        self._stamp += programs
+        return self._table
+
+    def end(self, kernel: str, code: Translated, tensors: Mapping[str, torch.Tensor], grid: Sequence[int]) -> None:
+        """After the launch. Raises ``MemoryFaults``."""
+        total = self._words[lookup.COUNT]
+        if total:
+            self._words[lookup.COUNT] = 0
+            records = range(min(total, lookup.MAX_RECORDS))
+            raise MemoryFaults([self._fault(kernel, code, tensors, grid, record) for record in records], total)
+
+    def _row(self, tensor: torch.Tensor, *, stored: bool) -> list[int]:
+        storage = tensor.untyped_storage()
+        base, size = storage.data_ptr(), storage.nbytes()
+        key = (base, size, tensor.itemsize, stored)
+        row = self._made.get(key)
+        if row is None:
+            shadow = self._shadow(base, size, tensor.itemsize) if stored and self.checking.races else (0, 0)
+            rows = self._forbidden.get(base)
+            marks = (0, 0, 0) if rows is None else (rows.marks.ctypes.data, rows.row_bytes, rows.start)
+            row = self._made[key] = [base, size, size if rows is None else 0, *shadow, *marks]
+        return row
+
+    def _renew(self) -> None:
+        """Rows of the table are not what they were."""
+        self._made.clear()
+        for number, (_, known) in enumerate(self._known, FIRST_KNOWN):
+            tensor = known()
+            if tensor is not None:
+                self._words[_row(number) : _row(number + 1)] = self._row(tensor, stored=True)
+
+    def _shadow(self, base: int, size: int, itemsize: int) -> tuple[int, int]:
+        """The address of a storage's stamps, and how offsets are shifted to get there: a stamp has 4 bytes."""
+        scale = 2 if itemsize == 1 else 1 if itemsize == 2 else 0
+        found = self._shadows.get(base)
+        if found is None or found[0] < size or found[1] < scale:
+            stamps = np.zeros((size << scale) // 4 + 2, np.int32)
+            self._shadow_bytes += stamps.nbytes
+            self._shadows[base] = (size, scale, stamps, stamps.ctypes.data)
+            if found is not None:
+                self._renew()
+            return self._shadows[base][3], self._shadows[base][1]
+        return found[3], found[1]
+
+    def _fault(
+        self, kernel: str, code: Translated, tensors: Mapping[str, torch.Tensor], grid: Sequence[int], record: int
+    ) -> MemoryFault:
+        start = lookup.RECORDS + record * lookup.RECORD
+        words = self._words[start : start + lookup.RECORD]
+        site, address, kind = code.sites[words[lookup.SITE]], words[lookup.ADDRESS], words[lookup.KIND]
+        name, tensor = self._tensor(words[lookup.NUMBER], tensors)
+        value = _value(words[lookup.VALUE], site, tensor) if site.store else None
+        active, what = True, ""
+        if kind == lookup.RACE:
+            other, old = _place(words[lookup.OTHER], grid), _value(words[lookup.OLD], site, tensor)
+            what = f"a race: program {other} stored {old} there"
+        else:
+            active = bool(words[lookup.OTHER])
+            if tensor is None:
+                what = "in no known tensor"
+            elif kind == lookup.OUTSIDE:
+                what = f"outside the tensor's storage, {_storage(tensor)[1] // tensor.itemsize} elements"
+            else:
+                what = self._forbidden[_storage(tensor)[0]].what(address, site.width)
+            what += "" if active else ", though masked off"
+        return MemoryFault(
+            kernel=kernel,
+            file=site.file,
+            line=site.line,
+            program=_place(words[lookup.PROGRAM], grid),
+            lane=_place(words[lookup.LANE], site.shape),
+            tensor=name,
+            offset=address if tensor is None else (address - tensor.data_ptr()) // tensor.itemsize,
+            access="store" if site.store else "load",
+            what=what,
+            value=value,
+            active=active,
+        )
+
+    def _tensor(self, number: int, tensors: Mapping[str, torch.Tensor]) -> tuple[str, torch.Tensor | None]:
+        if number == lookup.NOWHERE:
+            return "", None
+        if number < FIRST_KNOWN:
+            return list(tensors.items())[number - 1]
+        name, tensor = self._known[number - FIRST_KNOWN]
+        return name, tensor()
+
+
+def _row(number: int) -> int:
+    """Where the row of a tensor begins in the table."""
+    return lookup.ROWS + number * lookup.ROW
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    """Its address and bytes."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _place(number: int, shape: Sequence[int]) -> Any:
+    """The place of element ``number`` of a shape."""
+    place: list[int] = []
+    for size in reversed(shape):
+        number, rest = divmod(number, size)
+        place.insert(0, rest)
+    return tuple(place)
+
+
+def _value(bits: int, site: Site, tensor: torch.Tensor | None) -> int | float:
+    """The value that a lane's bits are, if it has the type of the tensor's elements; else the bits as a number."""
+    raw = (bits & (1 << 64) - 1).to_bytes(8, "little")[: site.width]
+    if tensor is None or tensor.itemsize != site.width:
+        return int.from_bytes(raw, "little")
+    value: int | float = torch.frombuffer(bytearray(raw), dtype=tensor.dtype).item()
+    return value
+
+
+_active: list[Checker] = []
+
+
+def active() -> Checker | None:
+    """What checks the launches at the moment."""
+    return _active[-1] if _active else None
+
+
+@contextmanager
+def checking(*, strict: bool = False, races: bool = True) -> Iterator[Checker]:
+    """Launches of compiled kernels inside are checked, and raise ``MemoryFaults``.
+
+    ``strict``: lanes that are masked off must have valid addresses, too. ``races``: stores of different values by two
+    programs of a launch to one address are faults.
+    """
+    checker = Checker(Checking(strict, races))
+    _active.append(checker)
+    try:
+        yield checker
+    finally:
+        _active.remove(checker)
