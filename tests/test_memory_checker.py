@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from fuzz.triton_cpu import checking
-from fuzz.triton_cpu.memory import MemoryFault, MemoryFaults
+from fuzz.triton_cpu.faults import MemoryFault, MemoryFaults
 
 
 @pytest.fixture(autouse=True)

@@ -51,6 +51,12 @@ def install() -> None:
     executor.install()
 
 
+def compiles() -> bool:
+    """Whether kernels run as machine code now."""
+    executor = sys.modules.get(f"{__name__}.executor")
+    return executor is not None and executor.installed()
+
+
 def uninstall() -> None:
     """Run kernels under Triton's interpreter from now on."""
     executor = sys.modules.get(f"{__name__}.executor")

@@ -236,3 +236,8 @@ def install() -> None:
 def uninstall() -> None:
     """Launch kernels under Triton's interpreter from now on."""
     InterpretedFunction.run = _interpret
+
+
+def installed() -> bool:
+    """Whether kernels are launched as machine code now."""
+    return bool(InterpretedFunction.run is _run)
