@@ -5,8 +5,8 @@
 The number follows a pointer through arithmetic, casts, views, selections, branches and loops; for what was an integer
 before, it is the tensor that the address lies in at the cast. An access compares its address with the bounds of that
 tensor, inline; everything rarer is a call (``lookup``). A faulty lane neither reads nor writes: it gets ``other``.
-Relied upon: a load of a tile is computed where the program has it, all lanes that its mask can reach, so that a fault is
-seen once, whoever uses the value.
+Relied upon: a load of a tile is computed where the program has it, all lanes that its mask can reach, so that a fault
+is seen once, whoever uses the value.
 """
 
 # ruff: noqa: D102 - Emitter documents its methods
@@ -75,7 +75,7 @@ class CheckedEmitter(Emitter):
         self.where: Callable[[], tuple[str, int]] = lambda: ("", 0)
         self.sites: list[Site] = []
         self.stored: set[int] = set()
-        """Numbers of tensors that are written; ``lookup.NOWHERE`` if some is known only as the kernel runs."""
+        """Numbers of arguments that are written, as far as they are known while translating."""
         self._checking = checking
         self._table = table
         self._words: dict[tuple[int, int], Any] = {}
@@ -164,14 +164,18 @@ class CheckedEmitter(Emitter):
         bits = value if value.type == INT64 else self.builder.zext(value, INT64)
         allowed = self._allowed(access, bits, mask)
         if self._checking.races:
-            self.stored.add(access.number if isinstance(access.number, int) else lookup.NOWHERE)
-            with self.builder.if_then(allowed):
+            claims = allowed
+            if isinstance(access.number, int):
+                self.stored.add(access.number)
+            else:
+                # Tensors that are only read have no stamps; only a pointer of unknown origin can get here with one.
+                shadow = self._word(access.number, lookup.SHADOW)
+                claims = self.builder.and_(allowed, self.builder.icmp_signed("!=", shadow, ir.Constant(INT64, 0)))
+            with self.builder.if_then(claims):
                 self._claim(access, value, bits)
         return allowed
 
-    def _access(
-        self, pointer: Handle, type_: Any, address: Any, index: Index, memo: Memo, *, store: bool
-    ) -> _Access:
+    def _access(self, pointer: Handle, type_: Any, address: Any, index: Index, memo: Memo, *, store: bool) -> _Access:
         file, line = self.where()
         width = max(1, type_.width // 8)
         self.sites.append(Site(file, line, store, width, pointer.shape))

@@ -100,11 +100,12 @@ class _Kernel:
         checker = memory.active()
         try:
             values = self.bind(args, kwargs)
-            key, slots = self._specialise(values)
-            programs = self._programs[None if checker is None else checker.checking]
+            key, slots, tensors = self._specialise(values)
+            checking = None if checker is None else checker.checking
+            programs = self._programs[checking]
             program = programs.get(key)
             if program is None:
-                program = programs[key] = self._compile(values, key, len(slots), checker and checker.checking)
+                program = programs[key] = self._compile(values, key, len(slots), checking)
             if isinstance(program, Unsupported):
                 raise program
             sizes = self._sizes(grid, values)
@@ -116,10 +117,9 @@ class _Kernel:
         if checker is None:
             status = program.run(program.array(*slots), *sizes)
         else:
-            pointers = {n: v for n, v, k in zip(self._names, values, key, strict=True) if type(k) is torch.dtype}
-            table = checker.begin(program.code, pointers.values(), math.prod(sizes))
+            table = checker.begin(program.code, tensors, math.prod(sizes))
             status = program.run(program.array(*slots, table), *sizes)
-            checker.end(self.name, program.code, pointers, sizes)
+            checker.end(self.name, program.code, tensors, sizes)
         if status:
             raise InterpreterError(f"kernel {self.name}: {program.code.errors[status - 1]}")
         return True
@@ -131,10 +131,11 @@ class _Kernel:
             raise Unsupported(f"a grid of {len(grid)} dimensions")
         return (*map(int, grid), 1, 1)[:3]
 
-    def _specialise(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
-        """What decides the code, and the numbers that the code gets."""
+    def _specialise(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], list[int], list[torch.Tensor]]:
+        """What decides the code, the numbers that the code gets, and the tensors that some of them point to."""
         key: list[Any] = []
         slots: list[int] = []
+        tensors: list[torch.Tensor] = []
         for value, constant in zip(values, self._constant, strict=True):
             kind = type(value)
             if constant:
@@ -144,12 +145,13 @@ class _Kernel:
                     raise Unsupported(f"a tensor on {value.device}")
                 key.append(value.dtype)
                 slots.append(value.data_ptr())
+                tensors.append(value)
             elif kind is int or kind is bool:
                 key.append("i1" if kind is bool else _int_type(value))
                 slots.append(value)
             else:
                 key.append(_constant_key(value))
-        return tuple(key), slots
+        return tuple(key), slots, tensors
 
     def _compile(
         self, values: Sequence[Any], key: Sequence[Any], slots: int, checking: Checking | None

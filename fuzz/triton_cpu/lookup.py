@@ -8,8 +8,9 @@ records. Written in LLVM's own language: it has to be machine code, and there is
 
 from __future__ import annotations
 
-COUNT, FIRST_STAMP, KNOWN = 0, 1, 2
-"""Header: faults so far; stamp of this launch's program 0 (programs count on from there); rows in use."""
+COUNT, FIRST_STAMP, KNOWN, ARGUMENTS = range(4)
+"""Header: faults so far; stamp of this launch's program 0 (programs count on from there); past the last number of a
+known tensor; past the last number of an argument."""
 RECORDS, RECORD, MAX_RECORDS = 4, 10, 8
 KIND, SITE, NUMBER, ADDRESS, VALUE, PROGRAM, LANE, OTHER, OLD = range(9)
 """A record. OTHER: of a race the other program, else whether the lane is active. OLD: of a race, what was there."""
@@ -19,11 +20,13 @@ BASE, SIZE, PLAIN, SHADOW, SCALE, MARKS, GRAIN, MARKED = range(8)
 """A row: storage address and bytes; bytes that need no second look (SIZE, or 0 where some are marked); the address of
 the last writers' stamps, and by how many bits an offset is shifted to get at one; the address of the marks (0: none),
 bytes that one stands for, and the address that the first one stands for, which is not past BASE."""
-NOWHERE = 0
-"""The number of the tensor that an address in no tensor came from."""
+NOWHERE, FIRST_KNOWN = 0, 64
+"""Numbers: of what an address in no tensor came from, and of the first tensor that is no argument of the launch; the
+pointer arguments are numbered from 1 on."""
 PREFIX = "replaycheck_"
 
-_HELPERS = f"""
+_HELPERS = (
+    f"""
 define internal ptr @word(i64 %table, i64 %number) {{
   %place = shl i64 %number, 3
   %address = add i64 %table, %place
@@ -54,29 +57,43 @@ write:
   %row = call ptr @word(i64 %table, i64 %place)
   %wide_site = zext i32 %site to i64
   %wide_number = zext i32 %number to i64
-""" + "".join(
-    f"""
+"""
+    + "".join(
+        f"""
   %at{word} = getelementptr i64, ptr %row, i64 {word}
   store i64 %{name}, ptr %at{word}"""
-    for word, name in enumerate(
-        ("kind", "wide_site", "wide_number", "address", "value", "program", "lane", "other", "old")
+        for word, name in enumerate(
+            ("kind", "wide_site", "wide_number", "address", "value", "program", "lane", "other", "old")
+        )
     )
-) + """
+    + """
   br label %done
 done:
   ret void
 }
 """
+)
 
 _FIND = f"""
 define i32 @{PREFIX}find(i64 %table, i64 %address) {{
-  %count_at = call ptr @word(i64 %table, i64 {KNOWN})
-  %count = load i64, ptr %count_at
+  %known = call i32 @search(i64 %table, i64 %address, i64 {FIRST_KNOWN}, i64 {KNOWN})
+  %unknown = icmp eq i32 %known, {NOWHERE}
+  br i1 %unknown, label %other, label %done
+done:
+  ret i32 %known
+other:
+  %argument = call i32 @search(i64 %table, i64 %address, i64 1, i64 {ARGUMENTS})
+  ret i32 %argument
+}}
+
+define internal i32 @search(i64 %table, i64 %address, i64 %first, i64 %end_word) {{
+  %end_at = call ptr @word(i64 %table, i64 %end_word)
+  %end = load i64, ptr %end_at
   br label %head
 head:
-  %number = phi i64 [ 1, %0 ], [ %next, %again ]
-  %left = icmp ult i64 %number, %count
-  br i1 %left, label %try, label %none
+  %number = phi i64 [ %first, %0 ], [ %next, %again ]
+  %past = icmp uge i64 %number, %end
+  br i1 %past, label %none, label %try
 try:
   %base = call i64 @cell(i64 %table, i64 %number, i64 {BASE})
   %size = call i64 @cell(i64 %table, i64 %number, i64 {SIZE})

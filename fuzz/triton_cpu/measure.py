@@ -98,8 +98,10 @@ def launches() -> dict[str, Launch]:
         "paged_indices": Launch(
             _compute_swa_indices_and_lens_kernel,
             (TOKENS,),
-            (indices, WINDOW, found, WINDOW, WINDOW, images[0], images[1], starts, lens, requests, valid, table)
-            + (blocks, BLOCK, replay_start, 0),
+            (
+                *(indices, WINDOW, found, WINDOW, WINDOW, images[0], images[1], starts, lens, requests, valid, table),
+                *(blocks, BLOCK, replay_start, 0),
+            ),
             {"HAS_IMAGE": False, "TRITON_BLOCK_SIZE": 1024},
             {},
         ),

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,18 +23,15 @@ import torch
 from fuzz.triton_cpu import lookup
 from fuzz.triton_cpu.checks import Checking, Site
 from fuzz.triton_cpu.faults import MemoryFault, MemoryFaults
-from fuzz.triton_cpu.tiles import Unsupported
 
 if TYPE_CHECKING:
     from fuzz.triton_cpu.translate import Translated
 
-FIRST_KNOWN = 64
-"""The numbers below are those of a launch's arguments, from 1 on."""
 MAX_KNOWN = 1024
 SHADOW_BYTES = 1 << 28
 """Of all last writers' stamps together."""
-MAX_MADE = 10_000
-"""Rows of the table that are remembered."""
+MAX_MADE = 1000
+"""Launches whose rows are remembered."""
 
 
 class Rows:
@@ -72,33 +70,33 @@ class Checker:
 
     def __init__(self, checking: Checking) -> None:
         self.checking = checking
-        self._words = (ctypes.c_int64 * (lookup.ROWS + lookup.ROW * (FIRST_KNOWN + MAX_KNOWN)))()
+        self._words = (ctypes.c_int64 * (lookup.ROWS + lookup.ROW * (lookup.FIRST_KNOWN + MAX_KNOWN)))()
         self._table = ctypes.addressof(self._words)
-        self._words[lookup.KNOWN] = FIRST_KNOWN
+        self._words[lookup.KNOWN] = lookup.FIRST_KNOWN
         self._known: list[tuple[str, Any]] = []
         self._forbidden: dict[int, Rows] = {}
         """By address of the storage."""
-        self._shadows: dict[int, tuple[int, int, Any, int]] = {}
-        """By address of the storage: its bytes, by how many bits offsets are shifted, the stamps and their address."""
+        self._shadows: dict[tuple[int, int], tuple[int, int, Any]] = {}
+        """By address and bytes of the storage: the stamps' address, how far offsets are shifted, the stamps."""
         self._shadow_bytes = 0
         self._stamp = 1
-        self._made: dict[tuple[int, int, int, bool], list[int]] = {}
-        """Rows of the table, by storage, size of elements and whether it is stored to."""
+        self._made: dict[tuple[Any, ...], bytes] = {}
+        """Rows of the table for the arguments of a launch, by kernel and storages."""
 
     def know(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor that kernels find by an address in memory (a table of ``data_ptr()``), not as an argument."""
         if len(self._known) == MAX_KNOWN:
             raise ValueError(f"more than {MAX_KNOWN} known tensors")
-        number = FIRST_KNOWN + len(self._known)
-        words, row = self._words, slice(_row(number), _row(number + 1))
-        nothing = [0] * (row.stop - row.start)
+        number = lookup.FIRST_KNOWN + len(self._known)
+        words, places = self._words, range(_row(number), _row(number + 1))
 
         def forget(_: Any) -> None:
-            words[row] = nothing
+            for place in places:
+                words[place] = 0
 
         self._known.append((name, weakref.ref(tensor, forget)))
-        words[row] = self._row(tensor, stored=True)
-        words[lookup.KNOWN] = number + 1
+        self._put(number, self._row(tensor, stored=True))
+        self._words[lookup.KNOWN] = number + 1
 
     def rows(self, tensor: torch.Tensor, row_bytes: int) -> Rows:
         """Rows of a tensor, all of them allowed so far; instead of any that its storage had before."""
@@ -106,26 +104,38 @@ class Checker:
         self._renew()
         return found
 
-    def begin(self, code: Translated, tensors: Collection[torch.Tensor], programs: int) -> int:
+    def begin(self, code: Translated, tensors: Sequence[torch.Tensor], programs: int) -> int:
         """The address of the table for a launch of ``programs`` programs with these pointer arguments."""
-        if len(tensors) >= FIRST_KNOWN:
-            raise Unsupported(f"{len(tensors)} pointer arguments")
         if self._stamp + programs >= 1 << 31 or self._shadow_bytes > SHADOW_BYTES or len(self._made) > MAX_MADE:
             self._shadows.clear()
             self._shadow_bytes, self._stamp = 0, 1
             self._renew()
-        anywhere, words = lookup.NOWHERE in code.stored, []
-        shadows = -1
-        while shadows != self._shadow_bytes:  # once more where stamps of an argument had to move for another one
-            shadows, words = self._shadow_bytes, []
-            for number, tensor in enumerate(tensors, 1):
-                words += self._row(tensor, stored=anywhere or number in code.stored)
-        self._words[_row(1) : _row(1) + len(words)] = words
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        key = (code, *[storage.data_ptr() for storage in storages], *[storage.nbytes() for storage in storages])
+        rows = self._made.get(key)
+        if rows is None:
+            rows = self._rows(code, tensors)
+            self._made[key] = rows
+        ctypes.memmove(self._table + 8 * _row(1), rows, len(rows))
+        self._words[lookup.ARGUMENTS] = len(tensors) + 1
         self._words[lookup.FIRST_STAMP] = self._stamp
         self._stamp += programs
         return self._table
 
-    def end(self, kernel: str, code: Translated, tensors: Mapping[str, torch.Tensor], grid: Sequence[int]) -> None:
+    def _put(self, number: int, row: Sequence[int]) -> None:
+        for place, word in enumerate(row, _row(number)):
+            self._words[place] = word
+
+    def _rows(self, code: Translated, tensors: Sequence[torch.Tensor]) -> bytes:
+        """The rows of a launch's arguments."""
+        words, shadows = array("q"), -1
+        while shadows != self._shadow_bytes:  # once more where stamps of an argument had to move for another one
+            shadows, words = self._shadow_bytes, array("q")
+            for number, tensor in enumerate(tensors, 1):
+                words.extend(self._row(tensor, stored=number in code.stored))
+        return words.tobytes()
+
+    def end(self, kernel: str, code: Translated, tensors: Sequence[torch.Tensor], grid: Sequence[int]) -> None:
         """After the launch. Raises ``MemoryFaults``."""
         total = self._words[lookup.COUNT]
         if total:
@@ -134,45 +144,41 @@ class Checker:
             raise MemoryFaults([self._fault(kernel, code, tensors, grid, record) for record in records], total)
 
     def _row(self, tensor: torch.Tensor, *, stored: bool) -> list[int]:
-        storage = tensor.untyped_storage()
-        base, size = storage.data_ptr(), storage.nbytes()
-        key = (base, size, tensor.itemsize, stored)
-        row = self._made.get(key)
-        if row is None:
-            shadow = self._shadow(base, size, tensor.itemsize) if stored and self.checking.races else (0, 0)
-            rows = self._forbidden.get(base)
-            marks = (0, 0, 0) if rows is None else (rows.marks.ctypes.data, rows.row_bytes, rows.start)
-            row = self._made[key] = [base, size, size if rows is None else 0, *shadow, *marks]
-        return row
+        base, size = _storage(tensor)
+        shadow = self._shadow(base, size, tensor.itemsize) if stored and self.checking.races else (0, 0)
+        rows = self._forbidden.get(base)
+        marks = (0, 0, 0) if rows is None else (rows.marks.ctypes.data, rows.row_bytes, rows.start)
+        return [base, size, size if rows is None else 0, *shadow, *marks]
 
     def _renew(self) -> None:
         """Rows of the table are not what they were."""
         self._made.clear()
-        for number, (_, known) in enumerate(self._known, FIRST_KNOWN):
+        for number, (_, known) in enumerate(self._known, lookup.FIRST_KNOWN):
             tensor = known()
             if tensor is not None:
-                self._words[_row(number) : _row(number + 1)] = self._row(tensor, stored=True)
+                self._put(number, self._row(tensor, stored=True))
 
     def _shadow(self, base: int, size: int, itemsize: int) -> tuple[int, int]:
         """The address of a storage's stamps, and how offsets are shifted to get there: a stamp has 4 bytes."""
         scale = 2 if itemsize == 1 else 1 if itemsize == 2 else 0
-        found = self._shadows.get(base)
-        if found is None or found[0] < size or found[1] < scale:
-            stamps = np.zeros((size << scale) // 4 + 2, np.int32)
-            self._shadow_bytes += stamps.nbytes
-            self._shadows[base] = (size, scale, stamps, stamps.ctypes.data)
-            if found is not None:
-                self._renew()
-            return self._shadows[base][3], self._shadows[base][1]
-        return found[3], found[1]
+        found = self._shadows.get((base, size))
+        if found is not None and found[1] >= scale:
+            return found[:2]
+        stamps = np.zeros((size << scale) // 4 + 2, np.int32)
+        self._shadow_bytes += stamps.nbytes
+        address = stamps.__array_interface__["data"][0]
+        self._shadows[base, size] = (address, scale, stamps)
+        if found is not None:
+            self._renew()
+        return address, scale
 
     def _fault(
-        self, kernel: str, code: Translated, tensors: Mapping[str, torch.Tensor], grid: Sequence[int], record: int
+        self, kernel: str, code: Translated, tensors: Sequence[torch.Tensor], grid: Sequence[int], record: int
     ) -> MemoryFault:
         start = lookup.RECORDS + record * lookup.RECORD
         words = self._words[start : start + lookup.RECORD]
         site, address, kind = code.sites[words[lookup.SITE]], words[lookup.ADDRESS], words[lookup.KIND]
-        name, tensor = self._tensor(words[lookup.NUMBER], tensors)
+        name, tensor = self._tensor(words[lookup.NUMBER], code, tensors)
         value = _value(words[lookup.VALUE], site, tensor) if site.store else None
         active, what = True, ""
         if kind == lookup.RACE:
@@ -201,12 +207,14 @@ class Checker:
             active=active,
         )
 
-    def _tensor(self, number: int, tensors: Mapping[str, torch.Tensor]) -> tuple[str, torch.Tensor | None]:
+    def _tensor(
+        self, number: int, code: Translated, tensors: Sequence[torch.Tensor]
+    ) -> tuple[str, torch.Tensor | None]:
         if number == lookup.NOWHERE:
             return "", None
-        if number < FIRST_KNOWN:
-            return list(tensors.items())[number - 1]
-        name, tensor = self._known[number - FIRST_KNOWN]
+        if number < lookup.FIRST_KNOWN:
+            return code.pointers[number - 1], tensors[number - 1]
+        name, tensor = self._known[number - lookup.FIRST_KNOWN]
         return name, tensor()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import triton.language as tl
 from llvmlite import ir
 
+from fuzz.triton_cpu import lookup
 from fuzz.triton_cpu.bounds import lane_limits
 from fuzz.triton_cpu.checks import CheckedEmitter, Checking, Site
 from fuzz.triton_cpu.liveness import reads
@@ -177,7 +178,7 @@ class _Way:
     names: dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Translated:
     """A kernel as LLVM code."""
 
@@ -187,11 +188,12 @@ class Translated:
     0 if all went well."""
     errors: list[str]
     """What the codes that it can return mean, from 1 on."""
+    pointers: Sequence[str]
+    """Names of the pointer arguments, numbered from 1 on."""
     sites: Sequence[Site] = ()
     """If memory is checked: its accesses."""
     stored: frozenset[int] = frozenset()
-    """If races are checked: see ``CheckedEmitter.stored``. The number of a pointer argument is its place among them,
-    from 1 on."""
+    """If races are checked: see ``CheckedEmitter.stored``."""
 
 
 def translate(function: Any, arguments: dict[str, Any], name: str, checking: Checking | None = None) -> Translated:
@@ -221,9 +223,12 @@ def translate(function: Any, arguments: dict[str, Any], name: str, checking: Che
         emitter.builder.ret(ir.Constant(INT32, 0))
     emitter.close()
     _launch(module, program, name, kinds)
+    pointers = [key for key, value in arguments.items() if isinstance(value, Argument) and value.type.is_ptr()]
     if checked is None:
-        return Translated(str(module), translator.errors)
-    return Translated(str(module), translator.errors, checked.sites, frozenset(checked.stored))
+        return Translated(str(module), translator.errors, pointers)
+    if len(pointers) >= lookup.FIRST_KNOWN:
+        raise Unsupported(f"{len(pointers)} pointers, checked")
+    return Translated(str(module), translator.errors, pointers, checked.sites, frozenset(checked.stored))
 
 
 @dataclass(frozen=True)
