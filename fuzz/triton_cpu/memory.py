@@ -11,8 +11,8 @@ while a kernel runs. Launches under Triton's interpreter are not checked (``fall
 from __future__ import annotations
 
 import ctypes
+import struct
 import weakref
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 MAX_KNOWN = 1024
 SHADOW_BYTES = 1 << 28
 """Of all last writers' stamps together."""
-MAX_MADE = 1000
-"""Launches whose rows are remembered."""
+MAX_MADE = 10_000
+"""Rows of the table that are remembered."""
+_PACK = struct.Struct(f"{lookup.ROW}q").pack
 
 
 class Rows:
@@ -80,8 +81,8 @@ class Checker:
         """By address and bytes of the storage: the stamps' address, how far offsets are shifted, the stamps."""
         self._shadow_bytes = 0
         self._stamp = 1
-        self._made: dict[tuple[Any, ...], bytes] = {}
-        """Rows of the table for the arguments of a launch, by kernel and storages."""
+        self._made: dict[tuple[int, int, int], bytes] = {}
+        """Rows of the table, by the storage's address and bytes, and what ``_row`` was told."""
 
     def know(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor that kernels find by an address in memory (a table of ``data_ptr()``), not as an argument."""
@@ -95,7 +96,7 @@ class Checker:
                 words[place] = 0
 
         self._known.append((name, weakref.ref(tensor, forget)))
-        self._put(number, self._row(tensor, stored=True))
+        self._put(number, tensor)
         self._words[lookup.KNOWN] = number + 1
 
     def rows(self, tensor: torch.Tensor, row_bytes: int) -> Rows:
@@ -110,30 +111,15 @@ class Checker:
             self._shadows.clear()
             self._shadow_bytes, self._stamp = 0, 1
             self._renew()
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        key = (code, *[storage.data_ptr() for storage in storages], *[storage.nbytes() for storage in storages])
-        rows = self._made.get(key)
-        if rows is None:
-            rows = self._rows(code, tensors)
-            self._made[key] = rows
+        rows, shadows = b"", -1
+        while shadows != self._shadow_bytes:  # once more where stamps of an argument had to move for another one
+            shadows = self._shadow_bytes
+            rows = b"".join(map(self._row, tensors, code.stores))
         ctypes.memmove(self._table + 8 * _row(1), rows, len(rows))
         self._words[lookup.ARGUMENTS] = len(tensors) + 1
         self._words[lookup.FIRST_STAMP] = self._stamp
         self._stamp += programs
         return self._table
-
-    def _put(self, number: int, row: Sequence[int]) -> None:
-        for place, word in enumerate(row, _row(number)):
-            self._words[place] = word
-
-    def _rows(self, code: Translated, tensors: Sequence[torch.Tensor]) -> bytes:
-        """The rows of a launch's arguments."""
-        words, shadows = array("q"), -1
-        while shadows != self._shadow_bytes:  # once more where stamps of an argument had to move for another one
-            shadows, words = self._shadow_bytes, array("q")
-            for number, tensor in enumerate(tensors, 1):
-                words.extend(self._row(tensor, stored=number in code.stored))
-        return words.tobytes()
 
     def end(self, kernel: str, code: Translated, tensors: Sequence[torch.Tensor], grid: Sequence[int]) -> None:
         """After the launch. Raises ``MemoryFaults``."""
@@ -143,12 +129,21 @@ class Checker:
             records = range(min(total, lookup.MAX_RECORDS))
             raise MemoryFaults([self._fault(kernel, code, tensors, grid, record) for record in records], total)
 
-    def _row(self, tensor: torch.Tensor, *, stored: bool) -> list[int]:
-        base, size = _storage(tensor)
-        shadow = self._shadow(base, size, tensor.itemsize) if stored and self.checking.races else (0, 0)
-        rows = self._forbidden.get(base)
-        marks = (0, 0, 0) if rows is None else (rows.marks.ctypes.data, rows.row_bytes, rows.start)
-        return [base, size, size if rows is None else 0, *shadow, *marks]
+    def _row(self, tensor: torch.Tensor, stores: int) -> bytes:
+        """``stores``: bytes of an element, if the tensor may be written; else 0."""
+        storage = tensor.untyped_storage()
+        base, size = storage.data_ptr(), storage.nbytes()
+        row = self._made.get((base, size, stores))
+        if row is None:
+            shadow = self._shadow(base, size, stores) if stores and self.checking.races else (0, 0)
+            rows = self._forbidden.get(base)
+            marks = (0, 0, 0) if rows is None else (rows.marks.ctypes.data, rows.row_bytes, rows.start)
+            row = self._made[base, size, stores] = _PACK(base, size, size if rows is None else 0, *shadow, *marks)
+        return row
+
+    def _put(self, number: int, tensor: torch.Tensor) -> None:
+        """The row of a known tensor."""
+        ctypes.memmove(self._table + 8 * _row(number), self._row(tensor, tensor.itemsize), 8 * lookup.ROW)
 
     def _renew(self) -> None:
         """Rows of the table are not what they were."""
@@ -156,7 +151,7 @@ class Checker:
         for number, (_, known) in enumerate(self._known, lookup.FIRST_KNOWN):
             tensor = known()
             if tensor is not None:
-                self._put(number, self._row(tensor, stored=True))
+                self._put(number, tensor)
 
     def _shadow(self, base: int, size: int, itemsize: int) -> tuple[int, int]:
         """The address of a storage's stamps, and how offsets are shifted to get there: a stamp has 4 bytes."""

@@ -192,8 +192,8 @@ class Translated:
     """Names of the pointer arguments, numbered from 1 on."""
     sites: Sequence[Site] = ()
     """If memory is checked: its accesses."""
-    stored: frozenset[int] = frozenset()
-    """If races are checked: see ``CheckedEmitter.stored``."""
+    stores: Sequence[int] = ()
+    """If memory is checked: for each pointer the bytes of its elements, or 0 if it is not known to be stored to."""
 
 
 def translate(function: Any, arguments: dict[str, Any], name: str, checking: Checking | None = None) -> Translated:
@@ -223,12 +223,22 @@ def translate(function: Any, arguments: dict[str, Any], name: str, checking: Che
         emitter.builder.ret(ir.Constant(INT32, 0))
     emitter.close()
     _launch(module, program, name, kinds)
-    pointers = [key for key, value in arguments.items() if isinstance(value, Argument) and value.type.is_ptr()]
+    pointers = [
+        (key, max(1, value.type.element_ty.primitive_bitwidth // 8))
+        for key, value in arguments.items()
+        if isinstance(value, Argument) and value.type.is_ptr()
+    ]
     if checked is None:
-        return Translated(str(module), translator.errors, pointers)
+        return Translated(str(module), translator.errors, [name for name, _ in pointers])
     if len(pointers) >= lookup.FIRST_KNOWN:
         raise Unsupported(f"{len(pointers)} pointers, checked")
-    return Translated(str(module), translator.errors, pointers, checked.sites, frozenset(checked.stored))
+    return Translated(
+        str(module),
+        translator.errors,
+        [name for name, _ in pointers],
+        checked.sites,
+        [bytes_ if number in checked.stored else 0 for number, (_, bytes_) in enumerate(pointers, 1)],
+    )
 
 
 @dataclass(frozen=True)
