@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from fuzz.triton_cpu.translate import Translated
 
 MAX_KNOWN = 1024
-SHADOW_BYTES = 1 << 28
-"""Of all last writers' stamps together."""
+STAMP_BYTES = 1 << 26
+"""Of all stamps together; more are thrown away before the next launch."""
 MAX_MADE = 10_000
 """Rows of the table that are remembered."""
 _PACK = struct.Struct(f"{lookup.ROW}q").pack
@@ -66,6 +66,42 @@ class Rows:
         return f"in row {row - self._first}, {self._what[row]}"
 
 
+class Stamps:
+    """For each element of a storage a stamp, 4 bytes: who wrote it last. Stamps of a later launch are larger, so that
+    those of earlier launches, and of storages that lay there before, mean nothing."""
+
+    def __init__(self) -> None:
+        self.renewed = 0
+        """How often addresses that were handed out became invalid."""
+        self._next = 1
+        self._bytes = 0
+        self._arrays: dict[tuple[int, int], tuple[int, int, Any]] = {}
+        """By address and bytes of the storage: the stamps' address, how far offsets are shifted, the stamps."""
+
+    def take(self, count: int) -> int:
+        """The first of ``count`` new stamps."""
+        if self._next + count >= 1 << 31 or self._bytes > STAMP_BYTES:
+            self._arrays.clear()
+            self._bytes, self._next = 0, 1
+            self.renewed += 1
+        first, self._next = self._next, self._next + count
+        return first
+
+    def of(self, base: int, size: int, itemsize: int) -> tuple[int, int]:
+        """The address of a storage's stamps, and by how many bits offsets are shifted to get there."""
+        scale = 2 if itemsize == 1 else 1 if itemsize == 2 else 0
+        found = self._arrays.get((base, size))
+        if found is None or found[1] < scale:
+            self.renewed += found is not None
+            stamps = np.zeros((size << scale) // 4 + 2, np.int32)
+            self._bytes += stamps.nbytes
+            found = self._arrays[base, size] = (stamps.ctypes.data, scale, stamps)
+        return found[:2]
+
+
+_stamps = Stamps()
+
+
 class Checker:
     """What is known about memory. See ``checking``."""
 
@@ -77,10 +113,7 @@ class Checker:
         self._known: list[tuple[str, Any]] = []
         self._forbidden: dict[int, Rows] = {}
         """By address of the storage."""
-        self._shadows: dict[tuple[int, int], tuple[int, int, Any]] = {}
-        """By address and bytes of the storage: the stamps' address, how far offsets are shifted, the stamps."""
-        self._shadow_bytes = 0
-        self._stamp = 1
+        self._renewed = _stamps.renewed
         self._made: dict[tuple[int, int, int], bytes] = {}
         """Rows of the table, by the storage's address and bytes, and what ``_row`` was told."""
 
@@ -107,18 +140,15 @@ class Checker:
 
     def begin(self, code: Translated, tensors: Sequence[torch.Tensor], programs: int) -> int:
         """The address of the table for a launch of ``programs`` programs with these pointer arguments."""
-        if self._stamp + programs >= 1 << 31 or self._shadow_bytes > SHADOW_BYTES or len(self._made) > MAX_MADE:
-            self._shadows.clear()
-            self._shadow_bytes, self._stamp = 0, 1
-            self._renew()
-        rows, shadows = b"", -1
-        while shadows != self._shadow_bytes:  # once more where stamps of an argument had to move for another one
-            shadows = self._shadow_bytes
+        self._words[lookup.FIRST_STAMP] = _stamps.take(programs)
+        rows, renewed = b"", -1
+        while renewed != _stamps.renewed:  # again where stamps of an argument had to move for the next one
+            renewed = _stamps.renewed
+            if renewed != self._renewed or len(self._made) > MAX_MADE:
+                self._renew()
             rows = b"".join(map(self._row, tensors, code.stores))
         ctypes.memmove(self._table + 8 * _row(1), rows, len(rows))
         self._words[lookup.ARGUMENTS] = len(tensors) + 1
-        self._words[lookup.FIRST_STAMP] = self._stamp
-        self._stamp += programs
         return self._table
 
     def end(self, kernel: str, code: Translated, tensors: Sequence[torch.Tensor], grid: Sequence[int]) -> None:
@@ -135,7 +165,7 @@ class Checker:
         base, size = storage.data_ptr(), storage.nbytes()
         row = self._made.get((base, size, stores))
         if row is None:
-            shadow = self._shadow(base, size, stores) if stores and self.checking.races else (0, 0)
+            shadow = _stamps.of(base, size, stores) if stores and self.checking.races else (0, 0)
             rows = self._forbidden.get(base)
             marks = (0, 0, 0) if rows is None else (rows.marks.ctypes.data, rows.row_bytes, rows.start)
             row = self._made[base, size, stores] = _PACK(base, size, size if rows is None else 0, *shadow, *marks)
@@ -148,24 +178,11 @@ class Checker:
     def _renew(self) -> None:
         """Rows of the table are not what they were."""
         self._made.clear()
+        self._renewed = _stamps.renewed
         for number, (_, known) in enumerate(self._known, lookup.FIRST_KNOWN):
             tensor = known()
             if tensor is not None:
                 self._put(number, tensor)
-
-    def _shadow(self, base: int, size: int, itemsize: int) -> tuple[int, int]:
-        """The address of a storage's stamps, and how offsets are shifted to get there: a stamp has 4 bytes."""
-        scale = 2 if itemsize == 1 else 1 if itemsize == 2 else 0
-        found = self._shadows.get((base, size))
-        if found is not None and found[1] >= scale:
-            return found[:2]
-        stamps = np.zeros((size << scale) // 4 + 2, np.int32)
-        self._shadow_bytes += stamps.nbytes
-        address = stamps.__array_interface__["data"][0]
-        self._shadows[base, size] = (address, scale, stamps)
-        if found is not None:
-            self._renew()
-        return address, scale
 
     def _fault(
         self, kernel: str, code: Translated, tensors: Sequence[torch.Tensor], grid: Sequence[int], record: int
