@@ -251,9 +251,10 @@ class Final:
 
 @dataclass(slots=True)
 class Fault:
-    """Something that must never happen: an exception out of vLLM, a dead engine, a GPU fault."""
+    """Something that must never happen: an exception out of vLLM, a dead engine, a GPU fault, or a memory fault: a
+    kernel touches what it may not."""
 
-    kind: Literal["exception", "hang", "signal", "gpu", "nan"]
+    kind: Literal["exception", "hang", "signal", "gpu", "nan", "memory fault"]
     step: int
     """-1: unknown, the process that knew is dead."""
     message: str

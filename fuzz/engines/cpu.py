@@ -24,7 +24,7 @@ from fuzz.engines.core import Core, CoreDriver, sizes_of
 from fuzz.engines.follow import fault_of, follow, traced_requests
 from fuzz.engines.kv import CacheWatch, Poisoner
 from fuzz.engines.record import StepRecorder
-from fuzz.engines.worker import require
+from fuzz.engines.worker import checked, require
 from fuzz.probe.recorder import recorder
 from invariants.trace import Fault, Outputs, Probe, Trace
 
@@ -93,7 +93,8 @@ class CpuEngine:
         )
         watch = CacheWatch(core)
         recorder.mode = "trace"
-        follow(driver, StepRecorder(trace, core.scheduler, core), trace, watch.look)
+        with checked(core.block_tables):
+            follow(driver, StepRecorder(trace, core.scheduler, core), trace, watch.look)
         recorder.mode = None  # nobody looks on in the arms
         trace.cached = watch.result()
         for request, outputs in zip(trace.requests, driver.results(), strict=True):

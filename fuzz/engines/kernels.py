@@ -20,7 +20,7 @@ from fuzz.engines.follow import follow, traced_requests
 from fuzz.engines.plan import Planner, blocks_for
 from fuzz.engines.record import StepRecorder
 from fuzz.engines.scheduler import SchedulerEngine
-from fuzz.engines.worker import Worker
+from fuzz.engines.worker import Worker, checked
 from invariants.trace import Trace
 
 PADDING = 3
@@ -54,9 +54,10 @@ class KernelsEngine(SchedulerEngine):
             request.reads_cache = geometry.replay  # a planner does not keep window KV for later requests
         worker = Worker(config, layout, int(self._mode != "gpu"), PADDING)
         recorder = StepRecorder(trace, driver.scheduler, worker)
-        follow(driver, recorder, trace)
-        if not trace.faults:
-            recorder.record_padding(trace.steps[-1], worker.idle())
+        with checked(worker.tables):
+            follow(driver, recorder, trace)
+            if not trace.faults:
+                recorder.record_padding(trace.steps[-1], worker.idle())
         trace.interpreted = triton_cpu.fallbacks_since(before)
         trace.seconds = time.perf_counter() - started
         return trace

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from typing import Any, Literal
 
 from fuzz import triton_cpu
@@ -21,7 +22,7 @@ from fuzz.engines.base import Refused, Unavailable
 from fuzz.engines.drive import Driver
 from fuzz.engines.follow import follow, traced_requests
 from fuzz.engines.record import StepRecorder
-from fuzz.engines.worker import Worker, require
+from fuzz.engines.worker import Worker, checked, require
 from invariants.trace import Trace
 
 KERNEL_MODE: Literal["compiled", "interpreter"] = "compiled"
@@ -71,7 +72,8 @@ class SchedulerEngine:
             versions=self.versions(),
         )
         worker = None if brisk else self._worker(case, layout, driver.scheduler)
-        follow(driver, StepRecorder(trace, driver.scheduler, worker), trace)
+        with checked(worker.tables) if worker else nullcontext():
+            follow(driver, StepRecorder(trace, driver.scheduler, worker), trace)
         trace.interpreted = triton_cpu.fallbacks_since(before)
         trace.seconds = time.perf_counter() - started
         return trace

@@ -10,9 +10,12 @@ Relied upon: on one GPU, without LoRA, pooling, pipeline or context parallelism,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+from fuzz import triton_cpu
 from fuzz.engines import rocm
 from fuzz.engines.consumers import Consumers
 from fuzz.probe.batch import Batch, Padding, copy_batch, copy_padding
@@ -93,6 +96,7 @@ class Worker:
         model = SimpleNamespace(token_lookback_depth=0, decoder_replay_layers=None)
         runner.model_state = DeepseekV41ModelState(config, model, None, device)
         self._runner = runner
+        self.tables = runner.block_tables
         self._layout = layout
         self._attn_groups = _attention_groups(config, layout, device)
         self._consumers = _consumers(config, self._attn_groups, device, ask_every) if ask_every else None
@@ -142,6 +146,21 @@ class Worker:
             batch, CUDAGraphMode.NONE, tables, slots, self._attn_groups, self._layout
         )["window"]
         return copy_padding(slots, metadata, 0)
+
+
+def checked(tables: Any) -> AbstractContextManager[object]:
+    """Compiled kernels inside are checked (``triton_cpu.checking``), with the tensors of a runner's BlockTables known,
+    which kernels find by their address. Nothing where no kernel is compiled."""
+    return _checking(tables) if triton_cpu.compiles() else nullcontext()
+
+
+@contextmanager
+def _checking(tables: Any) -> Iterator[None]:
+    with triton_cpu.checking() as checker:
+        for group, (staged, batch) in enumerate(zip(tables.block_tables, tables.input_block_tables, strict=True)):
+            checker.know(f"block table {group}", staged.gpu)
+            checker.know(f"the batch's block table {group}", batch)
+        yield
 
 
 def _block_table_sizes(config: Any, layout: Any) -> dict[str, Any]:

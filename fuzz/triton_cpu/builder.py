@@ -147,10 +147,8 @@ class Builder:
         self, name: str, emit: Callable[..., Any], args: Sequence[Handle], type_: Any, pointee: Any = None
     ) -> Handle:
         """An elementwise operation: done now on scalars, per lane on tiles."""
-        if not any(arg.shape for arg in args):
-            value = emit(self.emitter.builder, *(self.emitter.lane(arg, (), {}) for arg in args))
-            return Scalar(type_, (), pointee, value=value)
-        return Map(type_, args[0].shape, pointee, name=name, emit=emit, args=tuple(args))
+        node = Map(type_, args[0].shape, pointee, name=name, emit=emit, args=tuple(args))
+        return node if any(arg.shape for arg in args) else self.emitter.computed(node)
 
     def constant(self, type_: Any, value: int) -> Scalar:
         """A number of an integer type."""
