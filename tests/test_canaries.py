@@ -135,6 +135,18 @@ def mixed_list_ignores_replay_start(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def slots_padded_one_too_far(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu import block_table
+
+    kernel = block_table._compute_slot_mappings_kernel
+
+    class OneMore:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda max_num_tokens, *args, **kwargs: kernel[grid](max_num_tokens + 1, *args, **kwargs)
+
+    patch.setattr(block_table, "_compute_slot_mappings_kernel", OneMore())
+
+
 CANARIES: dict[str, Break] = {
     "gather-floor": replay_start_not_handed_on,
     "gather-window": replay_start_one_late,
@@ -211,6 +223,17 @@ def test_canary(invariant: str, engine: Engine, monkeypatch: pytest.MonkeyPatch)
     CANARIES[invariant](monkeypatch)
     caught = {violation.invariant for violation in judge(engine.run(CASE))}
     assert invariant in caught
+
+
+@pytest.mark.parametrize("name", ["scheduler", "cpu"])
+def test_memory_canary(name: str, open_engine: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store past the end of a tensor, and in the row of another group before that is written: no slot is wrong."""
+    engine = open_engine(name)
+    slots_padded_one_too_far(monkeypatch)
+    first, *_ = judge(engine.run(CASE))
+    assert first.invariant == "no-fault"
+    assert first.site == "memory fault in _compute_slot_mappings_kernel, store at slot_mappings_ptr"
+    assert "a race: program (0," in first.message
 
 
 def test_the_case_is_clean_on_the_unbroken_model(open_engine: Callable[[str], Engine]) -> None:

@@ -159,10 +159,19 @@ def test_rows_of_a_view_are_counted_from_its_start() -> None:
     cache, out = torch.arange(26, dtype=I32), torch.zeros(8, dtype=I32)
     with checking() as checker:
         checker.rows(cache[2:], 16).forbid(1, 2, "never written")
-        _copy[(1,)](cache, out, 2, 4, 0, SIZE=4)
+        _copy[(1,)](cache, out, 0, 6, 0, SIZE=8)
         with pytest.raises(MemoryFaults, match="in row 1, never written") as caught:
             _copy[(1,)](cache, out, 2, 5, 0, SIZE=8)
     assert told(caught.value.faults[0])[1:4] == ((4,), "source", 6)
+
+
+def test_rows_may_be_marked_between_launches() -> None:
+    cache, out = torch.arange(8, dtype=I32), torch.zeros(8, dtype=I32)
+    with checking() as checker:
+        _copy[(1,)](cache, out, 0, 8, 0, SIZE=8)
+        checker.rows(cache, 8).forbid(1, 2, "freed since")
+        with pytest.raises(MemoryFaults, match="in row 1, freed since"):
+            _copy[(1,)](cache, out, 0, 8, 0, SIZE=8)
 
 
 # pointers from memory
@@ -194,6 +203,40 @@ def test_a_table_of_pointers() -> None:
         with pytest.raises(MemoryFaults, match="no known tensor") as caught:  # its tensor is gone
             _through_table[(1,)](table, out, 0, 1, SIZE=4)
         assert told(caught.value.faults[0])[1:] == ((0,), "", address, "load")
+
+
+@triton.jit
+def _store_through(table, out, SIZE: tl.constexpr):
+    row = tl.load(table).to(tl.pointer_type(tl.int32))
+    tl.store(row + tl.arange(0, SIZE), tl.program_id(0))
+
+
+def test_a_race_through_a_table_of_pointers() -> None:
+    row = torch.zeros(2, dtype=I32)
+    table = torch.tensor([row.data_ptr()], dtype=torch.uint64)
+    with checking() as checker:
+        checker.know("row", row)
+        with pytest.raises(MemoryFaults, match="a race") as caught:
+            _store_through[(2,)](table, row, SIZE=2)
+    assert [told(fault) for fault in caught.value.faults] == [
+        ((1, 0, 0), (lane,), "row", lane, "store") for lane in range(2)
+    ]
+
+
+@triton.jit
+def _chosen(one, other, out, flag, count, SIZE: tl.constexpr):
+    lane = tl.arange(0, SIZE)
+    pointer = one if flag else other
+    tl.store(out + lane, tl.load(pointer + lane, mask=lane < count))
+
+
+@pytest.mark.parametrize(("flag", "name"), [(True, "one"), (False, "other")])
+def test_a_pointer_of_a_conditional_expression(flag: bool, name: str) -> None:
+    one, other, out = torch.arange(3, dtype=I32), torch.arange(3, dtype=I32), torch.zeros(4, dtype=I32)
+    with checking():
+        _chosen[(1,)](one, other, out, flag, 3, SIZE=4)
+    (fault,) = faults_of(lambda: _chosen[(1,)](one, other, out, flag, 4, SIZE=4))
+    assert told(fault)[1:] == ((3,), name, 3, "load")
 
 
 @triton.jit
@@ -309,14 +352,14 @@ def test_a_program_does_not_race_with_itself() -> None:
 @triton.jit
 def _bytes(out):
     number = tl.program_id(0)
-    tl.store(out.to(tl.pointer_type(tl.int8)) + number, number + 1)
+    tl.store(out.to(tl.pointer_type(tl.int8)) + 7 - number, number + 1)
 
 
 def test_bytes_of_a_larger_element_are_no_race() -> None:
     out = torch.zeros(2, dtype=I32)
     with checking():
         _bytes[(8,)](out)
-    assert out.view(torch.int8).tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert out.view(torch.int8).tolist() == [8, 7, 6, 5, 4, 3, 2, 1]
 
 
 # strict
