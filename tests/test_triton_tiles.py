@@ -15,7 +15,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuzz.triton_cpu import install, uninstall
@@ -47,7 +47,7 @@ def _axes(values, out, rows: tl.constexpr, columns: tl.constexpr):
 
 @pytest.mark.parametrize("rows", [1, 2, 16])
 @pytest.mark.parametrize("columns", [1, 4, 8, 64, 512])
-@fuzzed
+@settings(fuzzed, max_examples=4)
 @given(seeds, floats)
 def test_sums_along_one_of_two_axes(rows: int, columns: int, seed: int, dtype: torch.dtype) -> None:
     """In NumPy's order: pairwise along the last axis, one after the other along another."""
@@ -70,7 +70,7 @@ sizes = st.sampled_from([1, 2, 4, 16, 32])
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, E4M3, FNUZ], ids=str)
-@fuzzed
+@settings(fuzzed, max_examples=10)
 @given(seeds, sizes, sizes, st.sampled_from([1, 2, 8, 128, 512]))
 def test_products_are_within_their_bound(dtype: torch.dtype, seed: int, m: int, n: int, k: int) -> None:
     """k * u * sum(abs(a) * abs(b)) from the exact product, and no further from float64's than that."""
