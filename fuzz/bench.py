@@ -137,12 +137,14 @@ def bench_engine(_profile: str) -> dict[str, Any]:
 
 def bench_triton(_profile: str) -> dict[str, Any]:
     """Each kernel of the replay path compiled against Triton's interpreter, put right, which runs once; and what a row
-    of paged indices costs in a long launch against a short one. Takes minutes, nearly all of them the interpreter's."""
+    of paged indices costs in a long launch against a short one; and what the memory checker costs. Takes minutes, nearly
+    all of them the interpreter's."""
     from fuzz.run import CannotRun
 
     if triton_cpu.prepare("compiled") == "gpu":
         raise CannotRun("Triton's kernels run on a GPU here: set VLLM_TARGET_DEVICE=cpu")
     from fuzz.triton_cpu.interpreter import interpreting
+    from fuzz.triton_cpu.measure import bench_checker
     from fuzz.triton_cpu.replay_path import KERNELS
 
     ratios, unequal, missing = {}, [], []
@@ -165,6 +167,7 @@ def bench_triton(_profile: str) -> dict[str, Any]:
     return {
         **ratios,
         "per_row_4096_vs_688": per_row[MANY] / per_row[STEP],
+        **bench_checker(),
         "unequal": unequal,
         "missing": missing,
         "fallbacks": triton_cpu.fallbacks_since(before),
