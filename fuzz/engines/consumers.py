@@ -23,18 +23,15 @@ NOWHERE = -2
 """In a list: an entry that points at nothing which holds window KV of the step."""
 
 
-EVERY = 8
-"""Steps in which nothing is replayed: one in so many."""
-
-
 class Consumers:
-    """Asks in steps that replay, where the bound matters, and in every so many others: it costs what a step costs."""
+    """Asks in steps that replay, where the bound matters, and in the first with decodes alone: to ask costs what a step
+    costs. The combine kernel has one lane for each position of the window, so W is a power of two."""
 
     def __init__(self, builder: Any, rocm_builders: RocmBuilders, window: int) -> None:
         """``builder``: the shared one; what it is given from now on, the others are given as well."""
         self._rocm = rocm_builders
         self._window = window
-        self._steps = 0
+        self._decoded = False
         self._given: tuple[Any, Any] = None, None
         build = builder.build
 
@@ -53,13 +50,14 @@ class Consumers:
 
     def lists(self, metadata: Any) -> list[IndexList]:
         """What they read in the step for which the builder was just asked; empty where they are not asked."""
-        self._steps += 1
         common, replay_start = self._given
-        if self._steps % EVERY and (replay_start is None or not replay_start.any()):
+        decodes = not metadata.num_prefills
+        if (self._decoded or not decodes) and (replay_start is None or not replay_start.any()):
             return []
+        self._decoded |= decodes
         found = [_mixed(metadata, self._window), *_combine(metadata, self._window)]
         found.append(_ragged(self.rocm_metadata(), self._window))
-        if not metadata.num_prefills:
+        if decodes:
             found += _fused(self._rocm.build_fused(common, replay_start), self._window)
         return found
 
@@ -131,8 +129,8 @@ def _combine(metadata: Any, window: int) -> Iterator[IndexList]:
     from vllm.models.deepseek_v41.attention import DeepseekV4Attention
     from vllm.models.deepseek_v41.common.ops import combine_topk_swa_indices
 
-    if not metadata.num_prefills or window & (window - 1):
-        return  # the kernel has one lane for each position of the window, so W is a power of two
+    if not metadata.num_prefills:
+        return
     decodes, starts = metadata.num_decodes, metadata.query_start_loc
     lists = []
     plan = metadata.get_prefill_chunk_plan(0, DeepseekV4Attention.PREFILL_CHUNK_SIZE, has_compressed=False)

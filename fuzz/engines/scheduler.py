@@ -75,7 +75,9 @@ class SchedulerEngine:
         return trace
 
     def _worker(self, case: Case, layout: Any, scheduler: Any) -> Worker:  # noqa: ARG002
-        return Worker(vllm_setup.vllm_config(case), layout, all_consumers=self._mode != "gpu")
+        window = case.geometry.window
+        all_consumers = self._mode != "gpu" and window & (window - 1) == 0
+        return Worker(vllm_setup.vllm_config(case), layout, all_consumers)
 
     def run_bare(self, case: Case) -> None:
         """The same requests, events and tokens on vLLM's Scheduler with nobody looking on: the yardstick of speed."""
