@@ -26,6 +26,9 @@ ROUNDS = 5
 CASES = 100
 ENGINE_ROUNDS = 7
 ENGINE_REQUESTS = 6
+PROGRAMS = 256
+"""Of each kernel's launch; of paged window indices, as many as a step of four replaying requests has, and 4096."""
+STEP, MANY = 688, 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,6 +135,52 @@ def bench_engine(_profile: str) -> dict[str, Any]:
     }
 
 
+def bench_triton(_profile: str) -> dict[str, Any]:
+    """Each kernel of the replay path compiled against Triton's interpreter, put right, which runs once; and what a row
+    of paged indices costs in a long launch against a short one. Takes minutes, nearly all of them the interpreter's."""
+    from fuzz.run import CannotRun
+
+    if triton_cpu.prepare("compiled") == "gpu":
+        raise CannotRun("Triton's kernels run on a GPU here: set VLLM_TARGET_DEVICE=cpu")
+    from fuzz.triton_cpu.interpreter import interpreting
+    from fuzz.triton_cpu.replay_path import KERNELS
+
+    ratios, unequal, missing = {}, [], []
+    before = triton_cpu.fallbacks.copy()
+    for name, build in KERNELS.items():
+        programs = STEP if name == "swa_indices" else PROGRAMS
+        try:
+            compiled, interpreted = build(programs), build(programs)
+        except (ImportError, AttributeError):
+            missing.append(name)
+            continue
+        build(programs).run()  # compiles it
+        with interpreting():
+            slow = _seconds(interpreted.run)
+        compiled.run()
+        if not compiled.agrees(interpreted):
+            unequal.append(name)
+        ratios[f"lockstep_vs_interpreter_{name}"] = slow / _median(build(programs).run)
+    per_row = {programs: _median(KERNELS["swa_indices"](programs).run) / programs for programs in (STEP, MANY)}
+    return {
+        **ratios,
+        "per_row_4096_vs_688": per_row[MANY] / per_row[STEP],
+        "unequal": unequal,
+        "missing": missing,
+        "fallbacks": triton_cpu.fallbacks_since(before),
+    }
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    started = time.process_time()
+    run()
+    return time.process_time() - started
+
+
+def _median(run: Callable[[], Any]) -> float:
+    return statistics.median(_seconds(run) for _ in range(ROUNDS))
+
+
 def _accepted(profile: str, run: Callable[[Case], None]) -> list[Case]:
     """CASES cases of the profile that vLLM takes, the same ones every time. Runs each once, as a warm-up."""
     from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -162,5 +211,9 @@ def _accepted(profile: str, run: Callable[[Case], None]) -> list[Case]:
     return found
 
 
-BENCHES: dict[str, Callable[[str], dict[str, Any]]] = {"scheduler": bench_scheduler, "engine": bench_engine}
+BENCHES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "scheduler": bench_scheduler,
+    "engine": bench_engine,
+    "triton": bench_triton,
+}
 """Benchmark name to the function that runs it on a profile."""

@@ -101,7 +101,7 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     schema: Literal[1] = SCHEMA
     geometry: Geometry
-    requests: Annotated[tuple[Request, ...], Meta(min_length=1, max_length=256)]
+    requests: Annotated[tuple[Request, ...], Meta(min_length=1, max_length=2048)]
     events: Annotated[tuple[Event, ...], Meta(max_length=256)] = ()
     probe: Probe | UnsetType = UNSET
     """The model, for engines with one; unset: the default ``Probe``."""
@@ -198,7 +198,7 @@ def check(case: Case) -> None:
         ("swa_block_size", 1, 1 << 16),
         ("num_blocks", 2, 1 << 20),
         ("max_num_batched_tokens", 1, 1 << 17),
-        ("max_num_seqs", 1, 1024),
+        ("max_num_seqs", 1, 2048),
         ("long_prefill_token_threshold", 0, 1 << 17),
     ):
         value = getattr(geometry, field)

@@ -20,6 +20,7 @@ from fuzz.engines import ENGINES
 from fuzz.engines.base import Engine, Refused
 from fuzz.known import REGISTER
 from fuzz.run import OWN_FAULT, CannotRun, Judged, open_engine, run_case
+from invariants.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,8 @@ def command(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         interrupted = True
         report.warn(f"broken off after {len(replayed)} files")
+    if len(replayed) == 1 and (only := replayed[0].judged) and only.trace:
+        _print_lives(only.trace)
     _print_failures(replayed, engines)
     options.write_json(args.json, [_json(result) for result in replayed])
     codes = {result.exit_code for result in replayed} | ({2} if interrupted else {0})
@@ -133,6 +136,16 @@ def _print_line(result: Replayed, earlier: list[Replayed]) -> None:
         print(line.rstrip(), flush=True)
     elif result.message not in {other.message for other in earlier}:
         report.warn(result.message)
+
+
+def _print_lives(trace: Trace) -> None:
+    """What a case comes down to: who was admitted when, with which hit, and where its replay began."""
+    for life in trace.admissions:
+        hit = f"hit {life.hit}" if life.hit else "no hit"
+        replays = f", replays from {life.replay_start}" if life.replay_start else ""
+        again = ", again after a preemption" if life.resumed else ""
+        name = trace.requests[life.request].id
+        print(f"        step {life.step}: {name}, {life.tokens} tokens, {hit}{replays}{again}")
 
 
 def _print_failures(replayed: list[Replayed], engines: dict[str, Engine]) -> None:

@@ -178,8 +178,8 @@ def _rows(run: Run) -> Iterable[tuple[str, str]]:
     for kind, found in drift_json(tally).items():
         yield (
             f"{kind} hits",
-            f"{found['hits']}; logprobs are {found['median']:.1e} (median) to {found['max']:.1e} (most) from no-cache, "
-            f"{found['above_tolerance']} farther than the oracle's tolerance",
+            f"in {found['cases']} cases; logprobs are {found['median']:.1e} (median) to {found['max']:.1e} (most) from "
+            f"no-cache, in {found['above_tolerance']} cases by more than the oracle's tolerance",
         )
     missing = [edge for edge in EDGES if edge not in tally.edges]
     yield "edges reached", f"{len(EDGES) - len(missing)} of {len(EDGES)}"
@@ -237,10 +237,10 @@ def run_json(run: Run) -> dict[str, Any]:
 
 
 def drift_json(tally: Tally) -> dict[str, Any]:
-    """By kind of probe: how far hits are from no-cache, as the largest logprob difference of each."""
+    """By kind of probe: how far replayed hits are from no-cache, as the largest logprob difference in a case."""
     return {
         kind: {
-            "hits": len(found),
+            "cases": len(found),
             "median": statistics.median(found),
             "max": max(found),
             "above_tolerance": tally.drifted[kind],

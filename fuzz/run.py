@@ -25,7 +25,7 @@ from fuzz import corpus, known
 from fuzz.case import Case, Provenance
 from fuzz.edges import edges
 from fuzz.engines import ENGINES, IN_A_CHILD, load
-from fuzz.engines.base import Engine, Refused, Unavailable
+from fuzz.engines.base import Engine, Refused, Unavailable, site_of
 from fuzz.engines.child import ChildEngine
 from invariants import judge
 from invariants.dense import tolerance
@@ -108,9 +108,10 @@ class Tally:
     repeats: Counter[Key] = field(default_factory=Counter)
     """Further cases that broke what a finding breaks."""
     drift: dict[str, list[float]] = field(default_factory=dict)
-    """By kind of probe: how far the logprobs of each hit are from those without a cache. Reported, never judged."""
+    """By kind of probe, one entry a case with replayed hits: how far the logprobs of any are from those without a
+    cache. Reported, never judged."""
     drifted: Counter[str] = field(default_factory=Counter)
-    """By kind of probe: hits that are farther than the dense oracle's tolerance."""
+    """By kind of probe: cases that are farther than the dense oracle's tolerance."""
     seconds: float = 0.0
 
     def add(self, judged: Judged) -> None:
@@ -131,10 +132,10 @@ class Tally:
             self._add_drift(judged.trace, judged.trace.probe)
 
     def _add_drift(self, trace: Trace, probe: Probe) -> None:
-        found = drift(trace)
-        longest = max(request.max_tokens + len(request.prompt) for request in trace.requests)
-        self.drift.setdefault(probe.kind, []).extend(found.tolist())
-        self.drifted[probe.kind] += int((found > tolerance(probe, keys=longest)).sum())
+        if len(found := drift(trace)):
+            longest = max(request.max_tokens + len(request.prompt) for request in trace.requests)
+            self.drift.setdefault(probe.kind, []).append(float(found.max()))
+            self.drifted[probe.kind] += int(found.max() > tolerance(probe, keys=longest))
 
 
 def open_engine(name: str, apart: bool = False) -> Engine:
@@ -177,10 +178,10 @@ def general(refused: Refused) -> str:
 
 
 def _own_fault(error: Exception) -> Violation:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    place = f"{Path(frame.filename).name}:{frame.name}"
     text = "".join(traceback.format_exception(error)).rstrip()
-    return Violation(OWN_FAULT, text, expected="a case that is run and judged", seen=type(error).__name__, site=place)
+    return Violation(
+        OWN_FAULT, text, expected="a case that is run and judged", seen=type(error).__name__, site=site_of(error)
+    )
 
 
 def keep(judged: Judged, engine: Engine, seed: int | None) -> Finding:

@@ -50,7 +50,7 @@ class Profile:
     chunks: tuple[tuple[int, int], ...]
     """Prefill chunks to choose from, as (windows, hit units); (0, 0) is ``chunk``."""
     chunk: int
-    """The usual, and largest, chunk."""
+    """The usual, and but for one token more the largest, chunk."""
     anchors: tuple[Anchor, ...]
     """Lengths to choose from, of prompts and of shared prefixes."""
     requests: int
@@ -207,7 +207,7 @@ def with_probe(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
     """The same cases for an engine with a model: a probe for each, and now and then prompt logprobs asked for."""
     probes = st.builds(
         Probe,
-        kind=st.sampled_from(("exact", "deep")),
+        kind=st.sampled_from(("exact", "deep", "exact", "deep", "decoder")),
         layers=st.sampled_from((2, 2, 2, 1, 3)),
         compress_ratio=st.sampled_from((1, 1, 2)),
         seed=st.integers(0, 3),
@@ -217,8 +217,11 @@ def with_probe(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
 
 def _add_probe(case: Case, probe: Probe, asks: int | None) -> Case:
     """``asks``: which request asks for prompt logprobs, from the end."""
-    if probe.kind == "deep" and probe.layers == 1:
-        probe = msgspec.structs.replace(probe, layers=2)  # one layer sees the same window either way
+    # Fewer see the same either way: the last row of a replay has its whole window, in the first layer; a bound in
+    # trimmed layers shows in an output through the third.
+    least = {"exact": 1, "deep": 2 if case.geometry.window > 2 else 3, "decoder": 3}[probe.kind]
+    if probe.layers < least:
+        probe = msgspec.structs.replace(probe, layers=least)
     if case.geometry.block_size % probe.compress_ratio:
         probe = msgspec.structs.replace(probe, compress_ratio=1)
     requests = list(case.requests)
@@ -227,6 +230,24 @@ def _add_probe(case: Case, probe: Probe, asks: int | None) -> Case:
             requests[-1 - asks % len(requests)], prompt_logprobs=True
         )
     return msgspec.structs.replace(case, requests=tuple(requests), probe=probe)
+
+
+def with_crowds(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in a hundred with its last request a thousand times: more rows than a block of a kernel."""
+    return st.builds(_crowd, plain, st.integers(0, 99).map(lambda n: 1030 if n == 57 else 0))
+
+
+def _crowd(case: Case, copies: int) -> Case:
+    """``copies`` requests more, at the same time; a small window and short prompts only."""
+    last = case.requests[-1]
+    if not copies or case.geometry.window > 16 or len(last) > 64:
+        return case
+    more = tuple(msgspec.structs.replace(last, id=f"copy{n}", max_tokens=1) for n in range(copies))
+    tokens = len(last) * (copies + 1) + 1
+    geometry = msgspec.structs.replace(
+        case.geometry, max_num_seqs=copies + 8, max_num_batched_tokens=tokens, long_prefill_token_threshold=0
+    )
+    return msgspec.structs.replace(case, requests=(*case.requests, *more), geometry=geometry)
 
 
 def _build(
@@ -245,7 +266,7 @@ def _build(
     """The case that the choices mean."""
     windows, units = chunk_anchor
     chunk = windows * sizes.window + units * sizes.hit_unit or limits.chunk
-    chunk = max(1, min(chunk + chunk_delta, limits.chunk))
+    chunk = max(1, min(chunk + chunk_delta, limits.chunk + 1))
     threshold = {"off": 0, "unit": sizes.hit_unit, "window": sizes.window, "chunk-1": chunk - 1}[threshold_kind]
     requests = _requests(limits, sizes, chunk, threshold, [_Draw(*draw) for draw in (first, *later)])
     geometry = Geometry(

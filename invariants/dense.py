@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from invariants.reference import window_first
 from invariants.trace import IntArray, Probe
-from invariants.weights import CODE_GAIN, EPSILON, LOGIT_GAIN, VOCAB, WIDTH, position_codes, weights
+from invariants.weights import CODE_GAIN, EPSILON, LOGIT_GAIN, VOCAB, WIDTH, decoder_start, position_codes, weights
 
 Float64 = NDArray[np.float64]
 
@@ -45,12 +45,14 @@ def evaluate(
     wanted: IntArray,
     replay_start: int = 0,
     adopted: Sequence[Float64] | None = None,
+    trimmed: IntArray | None = None,
 ) -> Evaluation:
     """Logits at the ``wanted`` positions (ascending, at least ``replay_start``) and the states of one life.
 
     ``tokens`` are all that it computes or adopts, int [n]. It computes positions from ``replay_start`` on and has no
     window key below. ``adopted``, one float64 [H // ratio, WIDTH] a layer, are the states of a hit of H tokens: they
-    are what every row sees of positions below H, the replayed rows included. None: a cold life.
+    are what every row sees of positions below H, the replayed rows included. None: a cold life. ``trimmed``, int [n]:
+    first position with a key in the last two layers, for the query at each position (decoder kind; None: no bound).
     """
     weight, codes = _weights(probe), _codes(len(tokens))[replay_start:]
     position = np.arange(replay_start, len(tokens))
@@ -61,6 +63,10 @@ def evaluate(
     x = weight["embed"][np.clip(tokens[replay_start:], 0, VOCAB - 1)]
     embedded, states = _norm(x), []
     for layer in range(probe.layers):
+        if layer == decoder_start(probe):
+            entering = _norm(x)
+        if layer > decoder_start(probe) and trimmed is not None:
+            first = np.maximum(first, trimmed[replay_start:] - replay_start)
         w = {name: weight[f"{layer}.{name}"] for name in ("wk", "wq", "wo", "gk", "gq", "go", "up", "down")}
         v = _norm(x)
         keys = _norm((embedded if probe.kind == "exact" else v) @ w["wk"] + codes)
@@ -68,7 +74,8 @@ def evaluate(
         v = _norm(x)
         old = adopted[layer] if adopted is not None else np.zeros((0, WIDTH))
         own = whole[visible[whole] > len(old)]
-        states.append(np.concatenate([old, _norm(v[own] @ w["gk"] + codes[own])]))
+        source = entering if layer >= decoder_start(probe) else v
+        states.append(np.concatenate([old, _norm(source[own] @ w["gk"] + codes[own])]))
         if layer == probe.layers - 1:
             x, v, visible = x[last], v[last], visible[last]
         x = x + _attend(_norm(v @ w["gq"]), states[layer], np.zeros_like(visible), visible) @ w["go"]

@@ -16,21 +16,21 @@ import numpy as np
 
 from invariants.reference import window_first
 from invariants.trace import NULL_BLOCK, BoolArray, IntArray, Trace, Violation
-from invariants.view import Reads, View, compare, examples, key, unkey
+from invariants.view import Reads, View, compare, examples, key, key_row, unkey
 
 
 def gather_floor(view: View) -> Iterator[Violation]:
     """No window gather, by any consumer, reads a position below the request's replay_start."""
     for reads in view.reads:
-        floor = view.floor[reads.row]
+        floor = reads.floor[reads.row]
         for run, more in examples((reads.first < floor) & (reads.last >= reads.first) & (reads.row >= 0)):
-            message = f"{_run(reads, run)}, but the request's window KV starts at replay_start {floor[run]}{more}"
+            message = f"{_run(reads, run)}, but its window KV starts at {_start(view, reads)} {floor[run]}{more}"
             at = reads.row[run], reads.position[run]
             expected = f"first position >= {floor[run]}"
             yield view.violation("gather-floor", reads.consumer, at, message, expected, reads.first[run])
-        floor = view.floor[reads.cell_row]
+        floor = reads.floor[reads.cell_row]
         for cell, more in examples((reads.cell_position < floor) & (reads.cell_row >= 0)):
-            message = f"{_cell(reads, cell)}, but the request's window KV starts at replay_start {floor[cell]}{more}"
+            message = f"{_cell(reads, cell)}, but its window KV starts at {_start(view, reads)} {floor[cell]}{more}"
             at = reads.cell_row[cell], reads.cell_position[cell]
             expected = f"position >= {floor[cell]}"
             yield view.violation("gather-floor", reads.consumer, at, message, expected, reads.cell_position[cell])
@@ -58,8 +58,8 @@ def gather_window(view: View) -> Iterator[Violation]:
         wrong = ((reads.first != first) | (reads.last != last)) & (reads.row >= 0)
         wrong[surplus] = False
         for run, more in examples(wrong):
-            floor = view.floor[reads.row[run]]
-            message = f"{_run(reads, run)}; W = {view.trace.geometry.window}, replay_start {floor}{more}"
+            bound = f"{_start(view, reads)} {reads.floor[reads.row[run]]}"
+            message = f"{_run(reads, run)}; W = {view.trace.geometry.window}, {bound}{more}"
             at = reads.row[run], reads.position[run]
             expected, seen = f"[{first[run]}, {last[run]}]", f"[{reads.first[run]}, {reads.last[run]}]"
             yield view.violation("gather-window", reads.consumer, at, message, expected, seen)
@@ -99,6 +99,10 @@ def gather_live(view: View) -> Iterator[Violation]:
             yield view.violation("gather-live", f"{reads.consumer}, stale", at, message, expected, seen)
 
 
+def _start(view: View, reads: Reads) -> str:
+    return "replay_start" if reads.floor is view.floor else "the later of replay_start and the first row kept,"
+
+
 def _run(reads: Reads, run: int) -> str:
     what = "query" if reads.per == "query" else "chunk"
     span = f"[{reads.first[run]}, {reads.last[run]}]"
@@ -125,14 +129,14 @@ def _unmatched(view: View, reads: Reads) -> tuple[IntArray, IntArray]:
         owed &= (view.scheduled > 1) & (reads.serves != "decodes")
     owed[reads.row[reads.row >= 0]] = True  # one that may be left out is owed to a consumer that has it
     if reads.per == "query":
-        return compare(keys, view.queries if owed.all() else view.queries[owed[view.query_row]])
+        return compare(keys, reads.queries if owed.all() else reads.queries[owed[key_row(reads.queries)]])
     rows = np.flatnonzero(owed)
     return compare(keys, key(rows, view.computed[rows]))
 
 
 def _bounds(view: View, reads: Reads) -> tuple[IntArray, IntArray]:
     """[runs] first and last position that the contract has for each run."""
-    first = window_first(reads.position, view.floor[reads.row], view.trace.geometry.window)
+    first = window_first(reads.position, reads.floor[reads.row], view.trace.geometry.window)
     last = reads.position if reads.per == "query" else reads.position + view.scheduled[reads.row] - 1
     return first, last
 
@@ -144,7 +148,9 @@ def _uncovered(view: View, reads: Reads) -> Iterator[Violation]:
     if unmatched or not np.array_equal(first, reads.first) or not np.array_equal(last, reads.last):
         return  # gather-window's business; cells follow the runs
     rows = np.unique(reads.row)
-    low = window_first(view.computed[rows], view.floor[rows], view.trace.geometry.window)
+    lowest = np.full(len(view.computed), np.iinfo(np.int64).max)
+    np.minimum.at(lowest, reads.row, reads.first)
+    low = lowest[rows]
     count = view.computed[rows] + view.scheduled[rows] - low
     row = np.repeat(rows, count)
     position = np.arange(len(row)) + np.repeat(low - (np.cumsum(count) - count), count)

@@ -84,10 +84,20 @@ def _lives(view: View, probe: Probe) -> Iterator[_Part | Violation]:
             outputs = outputs[(outputs >= 0) & (outputs < len(request.outputs.tokens))]
             # A request that asks for prompt logprobs reads no prefix cache.
             rows = min(_prompt_rows(request.outputs, len(request.prompt)), len(tokens)) if not life.hit else 0
-        found = evaluate(probe, window, tokens, _positions(request, outputs, rows), floor, adopted)
+        trimmed = _trimmed(view, number, len(tokens)) if view.decoder_replay else None
+        found = evaluate(probe, window, tokens, _positions(request, outputs, rows), floor, adopted, trimmed)
         done[number] = tokens, found.states
         if len(found.logits):
             yield _Part(request, outputs, rows, log_softmax(found.logits))
+
+
+def _trimmed(view: View, number: int, length: int) -> IntArray:
+    """int [length]: first position with a key in the last two layers, for the query at each position, in this life."""
+    first = np.zeros(length, np.int64)
+    for row in np.flatnonzero((view.admission == number) & view.trimmed):
+        end = int(view.computed[row] + view.scheduled[row])
+        first[max(end - view.replay, 0) : end] = end - view.replay
+    return first
 
 
 def _adopted(

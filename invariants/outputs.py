@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invariants.oracle import dense_match
+from invariants.reference import replay_start
 from invariants.trace import NOBODY, BoolArray, Outputs, Trace, TracedRequest, Violation
 from invariants.view import View
 
@@ -27,6 +28,8 @@ def output_match(view: View) -> Iterator[Violation]:
         return
     first_hit = _outputs_before_a_hit(view.trace)
     for index, request, arm in _arm(view.trace, "no-cache"):
+        if _is_trimmed(view, request):
+            continue  # by chunks, and those of the arm are others
         most = first_hit.get(index) if view.may_drift else None
         yield from _same("output-match", "no-cache", request, arm, request.finished != "length", most)
     if not view.may_drift:
@@ -56,7 +59,7 @@ def mix_blind(view: View) -> Iterator[Violation]:
     sources = view.lineage if arms and view.may_drift else None
     for index, request, arm in arms:
         mine = of_request.get(index, [])
-        if len(mine) != 1 or lives[mine[0]].hit != arm.hit:
+        if len(mine) != 1 or lives[mine[0]].hit != arm.hit or _is_trimmed(view, request):
             continue
         if sources is not None and any(n == NOBODY or lives[n].hit for n in set(sources[mine[0]].tolist())):
             continue
@@ -64,21 +67,35 @@ def mix_blind(view: View) -> Iterator[Violation]:
 
 
 def drift(trace: Trace) -> NDArray[np.float64]:
-    """float64 [requests with a hit and a no-cache entry]: largest difference of a logprob from the no-cache arm's.
+    """float64 [requests with a replayed hit and a no-cache entry]: how far a logprob is, at most, from that arm's.
 
-    Of ids that both list, up to and including the first output whose token differs. For reports; nothing is owed.
+    Up to and including the first output whose token differs. Of an id that only one of them lists, the other's logprob
+    is no higher than the lowest that it lists, and is taken for that. For reports; nothing is owed.
     """
-    hits = {life.request for life in trace.admissions if life.hit > 0}
+    window = trace.geometry.window if trace.replay_expected else 0
+    hits = {life.request for life in trace.admissions if replay_start(life.hit, window) > 0}
     found = []
     for index, request, arm in _arm(trace, "no-cache"):
         if index in hits and request.outputs is not None:
             mine, rows = request.outputs, min(len(request.outputs.tokens), len(arm.tokens))
             differ = np.flatnonzero(mine.tokens[:rows] != arm.tokens[:rows])
             rows = int(differ[0]) + 1 if len(differ) else rows
-            both = mine.ids[:rows, :, None] == arm.ids[:rows, None, :]
-            apart = np.abs(mine.logprobs[:rows, :, None].astype(np.float64) - arm.logprobs[:rows, None, :])
-            found.append(float(apart[both].max(initial=0.0)))
+            found.append(max(_apart(mine, arm, rows), _apart(arm, mine, rows)))
     return np.array(found, np.float64)
+
+
+def _apart(one: Outputs, other: Outputs, rows: int) -> float:
+    """Of the ids that ``one`` lists in its first rows."""
+    same = one.ids[:rows, :, None] == other.ids[:rows, None, :]
+    logprobs = one.logprobs[:rows, :, None].astype(np.float64)
+    apart = np.abs(logprobs - other.logprobs[:rows, None, :])
+    above = logprobs[..., 0] - other.logprobs[:rows].min(1, initial=0.0, keepdims=True)
+    return float(max(apart[same].max(initial=0.0), above[~same.any(2)].max(initial=0.0)))
+
+
+def _is_trimmed(view: View, request: TracedRequest) -> bool:
+    """Whether the request has a chunk whose rows decoder-side replay trims, or may have one in another batch."""
+    return view.decoder_replay and len(request.prompt) + request.max_tokens > view.replay
 
 
 def _outputs_before_a_hit(trace: Trace) -> dict[int, int]:

@@ -64,6 +64,18 @@ def gather_length(first_query: int, queries: int, floor: int, window: int) -> in
     return int(first_query + queries - window_first(first_query, floor, window))
 
 
+def trimmed_rows(computed: Any, scheduled: Any, tokens: Any, keeps_rows: Any, window: int) -> Any:
+    """Whether decoder-side replay trims a row of ``scheduled`` tokens to its last W: a prefill's, longer than W, of a
+    request whose rows are not all wanted (CONTRACT 21). ``tokens``: known at admission. Values or arrays."""
+    return (computed < tokens) & (scheduled > window) & ~np.asarray(keeps_rows)
+
+
+def decoder_floor(floor: Any, end: Any, trimmed: Any, window: int) -> Any:
+    """First position of which the layers after the first trimmed one hold a key, for a row's queries: ``floor`` is
+    the request's replay_start, ``end`` the row's first position that is not computed yet (CONTRACT 21)."""
+    return np.where(trimmed, np.maximum(floor, end - window), floor)
+
+
 def full_hit(common: int, tokens: int, block_size: int) -> int:
     """Hit of a request of ``tokens`` tokens whose first ``common`` ones are cached (CONTRACT 6)."""
     return min(common, tokens - 1) // block_size * block_size

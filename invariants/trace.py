@@ -22,6 +22,9 @@ BoolArray = NDArray[np.bool_]
 
 NULL_BLOCK = 0
 PAD_SLOT = -1
+DECODER_FIRST, DECODER_REST = "decoder-first-layer", "decoder-layers"
+"""Consumers in steps with decoder-side replay: the first of the layers that run on the last rows only, into which every
+row has written its window key, and those after it."""
 NOBODY = -1
 """Writer of a cell that nobody wrote since its block was last handed out."""
 
@@ -50,9 +53,10 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The model that an engine with a model runs; ``invariants/dense.py`` says what it computes."""
 
-    kind: Literal["exact", "deep"] = "exact"
+    kind: Literal["exact", "deep", "decoder"] = "exact"
     """exact: window keys come from token embeddings, so a replay rebuilds them bit for bit. deep: from hidden states,
-    as in the real model, so that layers above the first see another window after a hit than in a cold run."""
+    as in the real model, so that layers above the first see another window after a hit than in a cold run. decoder:
+    deep, and where replay is on the last three layers run on each chunk's last W rows only (CONTRACT 21)."""
     layers: int = 2
     """Each has a window cache and a compressed cache."""
     compress_ratio: int = 1
@@ -247,9 +251,10 @@ class Final:
 
 @dataclass(slots=True)
 class Fault:
-    """Something that must never happen: an exception out of vLLM, a dead engine, a GPU fault."""
+    """Something that must never happen: an exception out of vLLM, a dead engine, a GPU fault, or a memory fault: a
+    kernel touches what it may not."""
 
-    kind: Literal["exception", "hang", "signal", "gpu", "nan"]
+    kind: Literal["exception", "hang", "signal", "gpu", "nan", "memory fault"]
     step: int
     """-1: unknown, the process that knew is dead."""
     message: str

@@ -17,7 +17,7 @@ import numpy as np
 
 from invariants import reference
 from invariants.lineage import lineage
-from invariants.trace import BoolArray, Gathers, Group, IntArray, Trace, Violation
+from invariants.trace import DECODER_FIRST, DECODER_REST, BoolArray, Gathers, Group, IntArray, Trace, Violation
 
 EXAMPLES = 5
 """Broken entries that one rule reports of a trace; the last one's message says how many more there are."""
@@ -44,6 +44,10 @@ class Reads:
     cell_slot: IntArray
     cell_writer: IntArray
     cell_written: IntArray
+    floor: IntArray
+    """[rows of the view] nothing below may be read by this consumer."""
+    queries: IntArray
+    """Keys of the queries that it serves, ascending."""
     serves: Literal["all", "prefills", "decodes"]
     asked: BoolArray
     """[rows] of the trace: whether the consumer was asked in the row's step."""
@@ -105,6 +109,8 @@ class View:
 
     def _reads(self) -> list[Reads]:
         parts: dict[Any, list[tuple[int, Gathers]]] = {}
+        if self.decoder_replay:  # owed, even if it never comes
+            parts = {(DECODER_FIRST, "query", "all"): [], (DECODER_REST, "query", "all"): []}
         for index, step in enumerate(self.trace.steps):
             for gathers in step.gathers:
                 parts.setdefault((gathers.consumer, gathers.per, gathers.serves), []).append((index, gathers))
@@ -121,6 +127,8 @@ class View:
                 self._join([g.cell_slot for _, g in part]),
                 self._join([g.cell_writer for _, g in part]),
                 self._join([g.cell_written for _, g in part]),
+                self._decoder_floor if consumer == DECODER_REST else self.floor,
+                self._kept_queries if consumer in (DECODER_FIRST, DECODER_REST) else self.queries,
                 serves,
                 self._asked(part),
             )
@@ -128,7 +136,7 @@ class View:
         ]
 
     def _asked(self, part: list[tuple[int, Gathers]]) -> BoolArray:
-        if not all(gathers.sampled for _, gathers in part):
+        if not part or not all(gathers.sampled for _, gathers in part):
             return np.ones(len(self.step), np.bool_)
         return np.isin(self.step, [step for step, _ in part])
 
@@ -140,7 +148,38 @@ class View:
     @property
     def may_drift(self) -> bool:
         """Whether a hit may change outputs: window keys come from hidden states, and are rebuilt by replay."""
-        return self.trace.probe is not None and self.trace.probe.kind == "deep" and self.replay > 0
+        return self.trace.probe is not None and self.trace.probe.kind != "exact" and self.replay > 0
+
+    @property
+    def decoder_replay(self) -> bool:
+        """Whether there are layers that run on the last rows of a chunk only."""
+        return self.trace.probe is not None and self.trace.probe.kind == "decoder" and self.replay > 0
+
+    @cached_property
+    def trimmed(self) -> BoolArray:
+        """[rows] whether those layers run on the row's last W tokens only."""
+        if not self.decoder_replay:
+            return np.zeros(len(self.computed), np.bool_)
+        known = np.array([*(life.tokens for life in self.trace.admissions), 0], np.int64)[self.admission]
+        whole = np.array([*(not request.reads_cache for request in self.trace.requests), True], np.bool_)
+        asks = whole[_index(self.request, len(self.trace.requests))]
+        trimmed: BoolArray = reference.trimmed_rows(self.computed, self.scheduled, known, asks, self.replay)
+        return trimmed
+
+    @cached_property
+    def _decoder_floor(self) -> IntArray:
+        floor: IntArray = reference.decoder_floor(self.floor, self.computed + self.scheduled, self.trimmed, self.replay)
+        return floor
+
+    @cached_property
+    def _kept_queries(self) -> IntArray:
+        """Keys of what the trimmed layers compute, in steps in which any row is trimmed; in others they run on all."""
+        steps = np.zeros(len(self.rows_of_step), np.bool_)
+        steps[self.step[self.trimmed]] = True
+        row, end = self.query_row, (self.computed + self.scheduled)[self.query_row]
+        kept = steps[self.step[row]] & (~self.trimmed[row] | (self.query_position >= end - self.replay))
+        queries: IntArray = self.queries[kept]
+        return queries
 
     def stores(self, group: int) -> Stores:
         """The writes into one group."""

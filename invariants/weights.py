@@ -15,6 +15,11 @@ What the model computes for a token at position p, all vectors float32 columns o
         x += down @ max(up @ norm(x), 0)
     logits = LOGIT_GAIN * head @ norm(x)
 
+In the decoder kind (s = x) the last three layers take their g from norm(x) as it enters the first of the three. Where
+replay is on they do not compute every row: of a prefill chunk of more than W tokens that ends before position ``end``
+they compute the last W rows only, but for the k of the first of the three, which every row has. So in the last two
+the window's first position is for these rows max(replay_start, end - W, p - W + 1).
+
     attend(q, keys) = sum(w * key) / sum(w), with w = ((1 + q . key / WIDTH) / 2) ** 16 + 2 ** -20
 
 A key is its own value. The window's first position is max(replay_start, p - W + 1). Since q and key are normed, the
@@ -42,6 +47,13 @@ LOGIT_GAIN = np.float32(2.0)
 
 _GAINS = {"wk": 1.0, "wq": 1.0, "wo": 1.5, "gk": 1.0, "gq": 1.0, "go": 1.5, "up": 1.0, "down": 1.0}
 """Of the matrices of a layer, each [outputs, inputs]."""
+
+
+def decoder_start(probe: Probe) -> int:
+    """First of the layers that decoder-side replay trims; the number of layers where there are none."""
+    # Three: the row that is sampled has its whole window in any case; it sees the bound through keys of the last layer,
+    # which rows with a cut window in the one before have given.
+    return max(probe.layers - 3, 0) if probe.kind == "decoder" else probe.layers
 
 
 @lru_cache(maxsize=8)

@@ -25,12 +25,13 @@ for _needed in ("torch", "triton", "llvmlite"):
     if importlib.util.find_spec(_needed) is None:
         pytest.skip(f"{_needed} is not installed", allow_module_level=True)
 
-from fuzz.triton_cpu import fallbacks, install, prepare, uninstall
+from fuzz.triton_cpu import fallbacks, install, prepare
 
 if prepare("compiled") == "gpu":
     pytest.skip("Triton's kernels run on a GPU here", allow_module_level=True)
 
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 
 from fuzz.triton_cpu.executor import KernelFallback
 from fuzz.triton_cpu.interpreter import interpreting as interpreting
@@ -71,14 +72,14 @@ class Arena:
 @contextmanager
 def compiled() -> Iterator[None]:
     """Launches inside are compiled, and none may fall back."""
-    before = dict(fallbacks)
+    before, run = dict(fallbacks), InterpretedFunction.run
     install()
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", KernelFallback)
             yield
     finally:
-        uninstall()
+        InterpretedFunction.run = run
     assert dict(fallbacks) == before, [str(warning.message) for warning in caught]
 
 

@@ -26,6 +26,8 @@ class PlainModel:
     """One life: feed it tokens from ``start`` on. ``adopted``: [layers] lists of states, which it starts with."""
 
     def __init__(self, probe: Probe, window: int, dtype: Any = np.float32, start: int = 0, adopted: Any = None):
+        self.cut = 0
+        """First position with a key in the last two of a decoder probe's layers; the caller moves it."""
         self.probe, self.window, self.dtype, self.start, self.position = probe, window, dtype, start, start
         self.weights = {name: value.astype(dtype) for name, value in weights(probe).items()}
         self.keys: list[list[np.ndarray]] = [[] for _ in range(probe.layers)]
@@ -36,15 +38,21 @@ class PlainModel:
         p, ratio = self.position, self.probe.compress_ratio
         code = (CODE_GAIN * position_codes(512)[p]).astype(self.dtype)
         x = e = self.weights["embed"][token]
+        trimmed, last = self.probe.kind == "decoder", max(self.probe.layers - 3, 0)
         for layer in range(self.probe.layers):
+            if layer == last:
+                entering = x
             source = e if self.probe.kind == "exact" else x
             self.keys[layer].append(self.norm(self.times(f"{layer}.wk", self.norm(source)) + code))
             first = max(self.start, p - self.window + 1)
+            if trimmed and layer > last:
+                first = max(first, self.cut)
             query = self.norm(self.times(f"{layer}.wq", self.norm(x)))
             x = x + self.times(f"{layer}.wo", self.attend(query, self.keys[layer][first - self.start :]))
             states, visible = self.states[layer], (p + 1) // ratio
             if (p + 1) % ratio == 0 and len(states) < visible:
-                states.append(self.norm(self.times(f"{layer}.gk", self.norm(x)) + code))
+                source = entering if trimmed and layer >= last else x
+                states.append(self.norm(self.times(f"{layer}.gk", self.norm(source)) + code))
             if visible:
                 query = self.norm(self.times(f"{layer}.gq", self.norm(x)))
                 x = x + self.times(f"{layer}.go", self.attend(query, states[:visible]))

@@ -35,6 +35,13 @@ CASE = Case(
 DEEP = msgspec.structs.replace(CASE, probe=Probe(kind="deep"), events=())
 """With several requests replaying in one step."""
 
+DECODER = msgspec.structs.replace(
+    CASE,
+    geometry=msgspec.structs.replace(CASE.geometry, max_num_batched_tokens=14),
+    probe=Probe(kind="decoder", layers=3),
+    events=(),
+)
+
 Break = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -128,6 +135,18 @@ def mixed_list_ignores_replay_start(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def slots_padded_one_too_far(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu import block_table
+
+    kernel = block_table._compute_slot_mappings_kernel
+
+    class OneMore:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda max_num_tokens, *args, **kwargs: kernel[grid](max_num_tokens + 1, *args, **kwargs)
+
+    patch.setattr(block_table, "_compute_slot_mappings_kernel", OneMore())
+
+
 CANARIES: dict[str, Break] = {
     "gather-floor": replay_start_not_handed_on,
     "gather-window": replay_start_one_late,
@@ -150,6 +169,45 @@ MODEL_CANARIES: dict[str, Break] = {
 """On the CPU engine, whose traces have outputs."""
 
 
+def trimmed_layers_read_what_they_did_not_write(patch: pytest.MonkeyPatch) -> None:
+    from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
+
+    kept = DeepseekV41ModelState._kept_input_batch
+
+    def broken(self: Any, batch: Any, slots: Any, replay_start: Any, *rest: Any) -> Any:
+        made = kept(self, batch, slots, replay_start, *rest)
+        self._kept_kv_start[: len(replay_start)].copy_(replay_start)
+        return made
+
+    patch.setattr(DeepseekV41ModelState, "_kept_input_batch", broken)
+
+
+def every_row_kept(patch: pytest.MonkeyPatch) -> None:
+    from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
+
+    add = DeepseekV41ModelState.add_request
+
+    def broken(self: Any, index: int, data: Any) -> None:
+        add(self, index, data)
+        self._keeps_rows_np[index] = True
+
+    patch.setattr(DeepseekV41ModelState, "add_request", broken)
+
+
+def first_trimmed_layer_writes_kept_rows_only(patch: pytest.MonkeyPatch) -> None:
+    from vllm.models.deepseek_v41.decoder_replay_layers import DecoderReplayLayers
+
+    patch.setattr(DecoderReplayLayers, "uses_replay_batch", lambda _: False)
+
+
+DECODER_CANARIES: dict[str, Break] = {
+    "gather-floor": trimmed_layers_read_what_they_did_not_write,
+    "gather-window": every_row_kept,
+    "output-match": first_trimmed_layer_writes_kept_rows_only,
+}
+"""On the CPU engine, where the last layers of the model run on the last rows of a chunk only."""
+
+
 def test_every_invariant_has_a_canary() -> None:
     assert CANARIES.keys() | MODEL_CANARIES.keys() == INVARIANTS.keys()
 
@@ -167,6 +225,17 @@ def test_canary(invariant: str, engine: Engine, monkeypatch: pytest.MonkeyPatch)
     assert invariant in caught
 
 
+@pytest.mark.parametrize("name", ["scheduler", "cpu"])
+def test_memory_canary(name: str, open_engine: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store past the end of a tensor, and in the row of another group before that is written: no slot is wrong."""
+    engine = open_engine(name)
+    slots_padded_one_too_far(monkeypatch)
+    first, *_ = judge(engine.run(CASE))
+    assert first.invariant == "no-fault"
+    assert first.site == "memory fault in _compute_slot_mappings_kernel, store at slot_mappings_ptr"
+    assert "a race: program (0," in first.message
+
+
 def test_the_case_is_clean_on_the_unbroken_model(open_engine: Callable[[str], Engine]) -> None:
     trace = open_engine("cpu").run(DEEP)
     assert judge(trace) == []
@@ -179,4 +248,18 @@ def test_model_canary(invariant: str, open_engine: Callable[[str], Engine], monk
     engine = open_engine("cpu")
     MODEL_CANARIES[invariant](monkeypatch)
     caught = {violation.invariant for violation in judge(engine.run(DEEP))}
+    assert invariant in caught
+
+
+def test_the_case_is_clean_on_the_unbroken_trimmed_model(open_engine: Callable[[str], Engine]) -> None:
+    trace = open_engine("cpu").run(DECODER)
+    assert judge(trace) == []
+    assert any(life.replay_start for life in trace.admissions)
+
+
+@pytest.mark.parametrize("invariant", DECODER_CANARIES)
+def test_decoder_canary(invariant: str, open_engine: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_engine("cpu")
+    DECODER_CANARIES[invariant](monkeypatch)
+    caught = {violation.invariant for violation in judge(engine.run(DECODER))}
     assert invariant in caught

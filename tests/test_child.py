@@ -258,6 +258,7 @@ def test_what_is_no_death_passes_through(mortal: ChildEngine):
     judged = run.run_case(mortal, case("raise"))
     assert judged.violations[0].invariant == run.OWN_FAULT
     assert "our own mistake" in judged.violations[0].message
+    assert judged.violations[0].site == "mortal_engine.py:misbehave"
     assert pid(mortal) == first
 
 

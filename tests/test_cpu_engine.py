@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +16,13 @@ import pytest
 from hypothesis import given, settings
 
 from fuzz.case import Case, Event, Request
-from fuzz.engines.base import Engine, Refused
+from fuzz.engines.base import Engine, Refused, Unavailable
+from fuzz.engines.cpu import CpuEngine
 from fuzz.strategies import cases, with_probe
 from invariants import judge
 from invariants.dense import tolerance
 from invariants.outputs import drift
-from invariants.trace import Geometry, Probe, Trace
+from invariants.trace import DECODER_FIRST, DECODER_REST, Geometry, Probe, Trace
 
 SIZES = Geometry(window=4, block_size=4, swa_block_size=2, num_blocks=40, max_num_batched_tokens=8, max_num_seqs=4)
 PRIME = Request(id="prime", arrive=0, prompt=(("s", 0, 21),), max_tokens=2)
@@ -115,6 +119,40 @@ def test_prompt_logprobs(cpu: Engine):
     assert trace.admissions[1].hit == 0
 
 
+def test_last_layers_run_on_the_last_rows_only(cpu: Engine):
+    """Chunks of 14: of the cold one [0, 14) 10 to 13 are kept, of [14, 21) 17 to 20; of the hit's [12, 21) likewise."""
+    probe = Probe(kind="decoder", layers=4)
+    trace = cpu.run(change(TWO, probe, max_num_batched_tokens=14))
+    assert judge(trace) == []
+    kept = [
+        (step.index, consumer, gathers.position.tolist(), gathers.first.tolist())
+        for step in trace.steps
+        for consumer in (DECODER_FIRST, DECODER_REST)
+        for gathers in step.gathers
+        if gathers.consumer == consumer
+    ]
+    assert kept == [
+        (0, DECODER_FIRST, [10, 11, 12, 13], [7, 8, 9, 10]),
+        (0, DECODER_REST, [10, 11, 12, 13], [10, 10, 10, 10]),
+        (1, DECODER_FIRST, [17, 18, 19, 20], [14, 15, 16, 17]),
+        (1, DECODER_REST, [17, 18, 19, 20], [17, 17, 17, 17]),
+        (5, DECODER_FIRST, [17, 18, 19, 20], [14, 15, 16, 17]),
+        (5, DECODER_REST, [17, 18, 19, 20], [17, 17, 17, 17]),
+    ]
+    assert drift(trace).max() > tolerance(probe, keys=24)
+
+
+def test_last_layers_run_on_every_row_that_is_wanted(cpu: Engine):
+    asks = msgspec.structs.replace(PRIME, prompt_logprobs=True)
+    probe = Probe(kind="decoder", layers=3)
+    trace = cpu.run(change(msgspec.structs.replace(TWO, requests=(asks,)), probe, max_num_batched_tokens=14))
+    assert judge(trace) == []
+    assert {gathers.consumer for step in trace.steps for gathers in step.gathers} == {"paged-index", "gather-length"}
+    off = cpu.run(change(TWO, probe, max_num_batched_tokens=14, replay=False))
+    assert judge(off) == []
+    assert not differ(off)
+
+
 def test_preempted_by_the_pool_and_resumed(cpu: Engine):
     requests = tuple(
         Request(id=f"r{number}", arrive=0, prompt=((f"s{number}", 0, 12),), max_tokens=12) for number in range(3)
@@ -163,6 +201,51 @@ def test_an_exception_in_the_model_is_a_fault(cpu: Engine, monkeypatch: pytest.M
     faults = cpu.run(TWO).faults
     assert [fault.kind for fault in faults] == ["exception"]
     assert "out of bounds" in faults[0].message
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        ("vllm.models.deepseek_v41.nvidia.model_state", "lacks what the CPU engine is made of"),
+        ("vllm.v1.worker.gpu.model_runner", "lacks what the CPU engine is made of"),
+    ],
+)
+def test_a_vllm_without_bounded_replay(module: str, reason: str, cpu: Engine, monkeypatch: pytest.MonkeyPatch):
+    """None in sys.modules is how Python spells a module that is not there."""
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(Unavailable, match=f"{reason}: .*{module}"):
+        CpuEngine()
+
+
+def test_a_vllm_whose_model_state_was_renamed(cpu: Engine, monkeypatch: pytest.MonkeyPatch):
+    from vllm.models.deepseek_v41.nvidia import model_state
+
+    monkeypatch.delattr(model_state, "DeepseekV41ModelState")
+    with pytest.raises(Unavailable, match=r"cannot import name 'DeepseekV41ModelState'"):
+        CpuEngine()
+
+
+def test_an_architecture_that_stays_unregistered(cpu: Engine, monkeypatch: pytest.MonkeyPatch):
+    from vllm import ModelRegistry
+
+    from fuzz.probe.plugin import ARCHITECTURE
+
+    monkeypatch.setattr(type(ModelRegistry), "register_model", lambda *_: None)
+    monkeypatch.delitem(ModelRegistry.models, ARCHITECTURE)
+    with pytest.raises(Unavailable, match=f"does not know the architecture {ARCHITECTURE}"):
+        CpuEngine()
+
+
+def test_a_plugin_that_fails_is_one_line_and_exit_code_2():
+    """In the child, which loads vLLM's plugins as every worker does."""
+    environment = os.environ | {"REPLAYCHECK_RECORD": "everything"}
+    command = [sys.executable, "-m", "fuzz.cli", "run", "--engine", "cpu", "--cases", "1"]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 2
+    assert ran.stdout == ""
+    (line,) = [line for line in ran.stderr.splitlines() if "replaycheck" in line.lower()]
+    assert "a plugin of vLLM fails to load: REPLAYCHECK_RECORD=everything: it can be count, check, trace" in line
+    assert "Traceback" not in ran.stderr
 
 
 @settings(max_examples=max(1, settings.default.max_examples // 10))

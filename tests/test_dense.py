@@ -15,8 +15,8 @@ from invariants import dense
 from invariants.trace import Probe
 from invariants.weights import EPSILON, VOCAB, WIDTH, position_codes, weights
 
-Kind = Literal["exact", "deep"]
-KINDS: tuple[Kind, Kind] = ("exact", "deep")
+Kind = Literal["exact", "deep", "decoder"]
+KINDS: tuple[Kind, ...] = ("exact", "deep", "decoder")
 EVERYTHING = np.arange(1000)
 
 
@@ -106,6 +106,27 @@ def test_a_hit_is_the_definition(kind: Kind, ratio: int):
     assert np.array_equal(np.array(found.states)[:, : 12 // ratio], np.array(other))
 
 
+@pytest.mark.parametrize(("start", "ratio"), [(0, 1), (0, 2), (7, 1)])
+def test_trimmed_layers_are_the_definition(start: int, ratio: int):
+    """W = 4 and chunks that end at 9 (trimmed), 11 and 19 (trimmed): the rows that are kept, in each."""
+    probe, ids = Probe(kind="decoder", layers=4, compress_ratio=ratio), tokens(19)
+    adopted = dense.evaluate(probe, 4, ids[:11], EVERYTHING[:1]).states if start else None
+    model = PlainModel(probe, 4, np.float64, start, adopted)
+    trimmed, wanted, logits = np.zeros(19, np.int64), [], []
+    for position in range(start, 19):
+        # Chunk, its end, and whether it is trimmed: rows of it before its last 4 are dropped.
+        end, cut = (9, 5) if position < 9 else (11, 0) if position < 11 else (19, 15)
+        model.cut = trimmed[position] = cut if position >= end - 4 else 0
+        logits.append(model.feed(ids[position]))
+        if position >= cut:
+            wanted.append(position)
+    found = dense.evaluate(probe, 4, ids, np.array(wanted), start, adopted, trimmed)
+    assert found.logits == pytest.approx(np.array(logits)[np.array(wanted) - start], abs=1e-11)
+    if not start:
+        whole = dense.evaluate(probe, 4, ids, np.array(wanted))
+        assert np.abs(found.logits - whole.logits)[-1].max() > 1e-3  # the row that would be sampled sees the bound
+
+
 @pytest.mark.parametrize(("kind", "layers", "equal"), [("exact", 4, True), ("deep", 1, True), ("deep", 2, False)])
 def test_what_a_hit_changes(kind: Kind, layers: int, equal: bool):
     """Nothing in the exact probe; in the deep one what is above the first layer."""
@@ -122,7 +143,7 @@ def test_tolerance(layers: int):
     """Float32 stays below it, a few hundred tokens already come within a factor of 200, and it hides no drift."""
     worst = 0.0
     for seed in range(6):
-        probe = Probe(kind=KINDS[seed % 2], layers=layers, compress_ratio=1 + seed // 2 % 2, seed=seed)
+        probe = Probe(kind=KINDS[seed % 3], layers=layers, compress_ratio=1 + seed // 3, seed=seed)
         ids = tokens(16, seed)
         seen = dense.log_softmax(plain(probe, 6, ids, np.float32)[0].astype(np.float64))
         wanted = dense.log_softmax(dense.evaluate(probe, 6, ids, EVERYTHING[:16]).logits)

@@ -316,12 +316,16 @@ def test_drift(exact: Trace, deep: Trace):
     arm.ids[0] = [1, 2, 3]
     mine.ids[0] = [2, 1, 4]
     arm.logprobs[0] = [-1, -2, -3]
-    mine.logprobs[0] = [-2.25, -1, -9]
+    mine.logprobs[0] = [-2.25, -1, -3]
     assert drift(exact).tolist() == [0.25]
     arm.logprobs[1] += 0.5
     assert drift(exact) == pytest.approx([0.5])
     arm.tokens[0] += 1
     assert drift(exact).tolist() == [0.25]
+    mine.logprobs[0, 2] = -2.5  # of id 4, which the arm does not list: so it has at most -3 there
+    assert drift(exact).tolist() == [0.5]
+    mine.logprobs[0, 2] = -5  # and of id 3, which the arm gives -3
+    assert drift(exact).tolist() == [2]
 
 
 def test_cached_bytes(exact: Trace):

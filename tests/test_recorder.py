@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from test_canaries import replayed_slots_not_padded
+from test_canaries import replayed_slots_not_padded, trimmed_layers_read_what_they_did_not_write
 
 from fuzz.case import Case, Request
 from fuzz.engines.base import Engine
-from invariants.trace import Geometry
+from invariants.trace import Geometry, Probe
 
 CASE = Case(
     geometry=Geometry(
@@ -50,11 +51,11 @@ def count(open_engine: Callable[[str], Engine]) -> Iterator[Callable[[str], dict
 
     engine: Any = open_engine("cpu")
 
-    def run(mode: Any) -> dict[str, int]:
-        engine.time_plain(CASE)  # also makes the engine, whose first step warms up
+    def run(mode: Any, case: Case = CASE) -> dict[str, int]:
+        engine.time_plain(case)  # also makes the engine, whose first step warms up
         recorder.drain()
         recorder.mode = mode
-        engine.time_plain(CASE)
+        engine.time_plain(case)
         return recorder.drain()
 
     yield run
@@ -87,6 +88,18 @@ def test_check_sees_a_dropped_floor(count: Callable[[str], dict[str, int]], monk
     counted = count("check")
     assert counted["wrong_lens"] == 3
     assert counted["wrong_indices"] == 3
+
+
+def test_check_sees_trimmed_layers(count: Callable[..., dict[str, int]], monkeypatch: pytest.MonkeyPatch):
+    """The last 4 of 8 rows are kept in each step, the hit's included. Three of each four then read too low."""
+    trimmed = msgspec.structs.replace(CASE, probe=Probe(kind="decoder", layers=3))
+    hit = msgspec.structs.replace(CASE.requests[1], prompt=(("s", 0, 8), ("t", 0, 4)))
+    trimmed = msgspec.structs.replace(trimmed, requests=(CASE.requests[0], hit))
+    clean = count("check", trimmed)
+    assert (clean["wrong_lens"], clean["wrong_indices"]) == (0, 0)
+    trimmed_layers_read_what_they_did_not_write(monkeypatch)
+    broken = count("check", trimmed)
+    assert (broken["wrong_lens"], broken["wrong_indices"]) == (6, 6)
 
 
 def test_check_sees_replayed_tokens_that_write(count: Callable[[str], dict[str, int]], monkeypatch: pytest.MonkeyPatch):

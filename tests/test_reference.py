@@ -278,3 +278,23 @@ def test_without_replay_a_lost_window_is_no_promise():
     trace = traces.replay_off()
     trace.steps[2].events = ["drop_blocks"]
     assert (predict(trace)[-1].low, predict(trace)[-1].high) == (0, 8)
+
+
+def test_decoder_side_replay_by_hand():
+    """W = 4. A cold chunk of 9 keeps 5 to 8; one of 4 is kept; a decode, and a request that wants every row, are."""
+    rows = (
+        (0, 9, 21, False, 0),
+        (9, 4, 21, False, 0),
+        (21, 1, 21, False, 0),
+        (0, 9, 21, True, 0),
+        (12, 9, 21, False, 12),
+    )
+    trimmed = [bool(reference.trimmed_rows(*row[:4], 4)) for row in rows]
+    assert trimmed == [True, False, False, False, True]
+    ends = [row[0] + row[1] for row in rows]
+    floors = [
+        int(reference.decoder_floor(row[4], end, cut, 4)) for row, end, cut in zip(rows, ends, trimmed, strict=True)
+    ]
+    assert floors == [5, 0, 0, 0, 17]
+    # A replay that starts within the last window of its chunk: the later bound holds.
+    assert int(reference.decoder_floor(18, 21, True, 4)) == 18

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fuzz import corpus
+from fuzz.cli import main
 from fuzz.engines import ENGINES
 from fuzz.known import REGISTER
 from fuzz.replay import replay
@@ -56,3 +57,13 @@ def test_file_is_canonical(path: Path):
     slug, _, digest = path.stem.rpartition("-")
     assert path.name == corpus.file_name(case, slug)
     assert corpus.encode(case) == path.read_bytes(), digest
+
+
+def test_a_single_file_says_what_happened(capsys: pytest.CaptureFixture[str]):
+    """18 tokens in blocks of 4, twice: 16 are hit, and W = 8 of them replayed."""
+    (path,) = corpus.folder("scheduler", "seeds").glob("whole-prompt-twice-*.json")
+    assert main(["replay", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "        step 0: first, 18 tokens, no hit",
+        "        step 2: second, 18 tokens, hit 16, replays from 8",
+    ]

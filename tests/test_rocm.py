@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,3 +118,20 @@ def test_the_engine_still_runs(engine: Engine) -> None:
     with rocm("gfx942"):
         import vllm.models.deepseek_v41.amd.rocm  # noqa: F401
     assert judge(engine.run(CASE)) == []
+
+
+def test_modules_that_were_imported_outside_before(monkeypatch: pytest.MonkeyPatch):
+    """They have taken the CPU for the current platform, which they would not ask for again."""
+    from vllm.models.deepseek_v41.amd import ops as outside
+
+    from fuzz.triton_cpu import rocm as facade
+
+    monkeypatch.setattr(facade, "_modules", {"gfx950": {}, "gfx942": {}})
+    monkeypatch.setattr(facade, "_decided", set())
+    with facade.rocm("gfx942"):
+        from vllm.models.deepseek_v41.amd import ops
+
+        assert ops is not outside
+        ops.record_monokernel(SimpleNamespace(kernel_config=SimpleNamespace(monokernel=True)))
+        assert ops.enabled()
+    assert not outside.enabled()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fuzz.case import Case, check, decode, encode
 from fuzz.edges import EDGES, edges
 from fuzz.engines.base import Engine
-from fuzz.strategies import PROFILES, SMALL_SIZES, Sizes, blocks_needed, cases, replay_start_can_be_null
+from fuzz.strategies import PROFILES, SMALL_SIZES, Sizes, blocks_needed, cases, replay_start_can_be_null, with_crowds
 
 BEYOND_SMALL = {"replay-start-mid-block", "replay-start-retired", "replay-in-large-step"}
 """Edges that no small case can reach: they need sizes that do not divide, or more tokens than a small case has."""
@@ -51,7 +51,7 @@ def test_cases_are_valid_and_within_the_limits(profile: str) -> None:
         assert 1 <= len(case.requests) <= limits.requests
         assert max(map(len, case.requests)) <= limits.prompt
         assert sum(map(len, case.requests)) <= limits.tokens
-        assert case.geometry.max_num_seqs <= case.geometry.max_num_batched_tokens <= limits.chunk
+        assert case.geometry.max_num_seqs <= case.geometry.max_num_batched_tokens <= limits.chunk + 1
         assert case.geometry.long_prefill_token_threshold <= case.max_model_len
         arrivals = [request.arrive for request in case.requests]
         assert arrivals == sorted(arrivals)
@@ -125,3 +125,15 @@ def test_the_other_profiles_reach_the_edges_that_small_cannot(engine: Engine) ->
         for case in sample(cases(profile), 100):
             reached |= edges(engine.run(case, brisk=True))
     assert reached >= BEYOND_SMALL
+
+
+def test_crowds_fit_into_a_step_and_into_a_file():
+    crowds = [case for case in sample(with_crowds(cases("small")), 600) if len(case.requests) > 8]
+    assert crowds
+    for case in crowds:
+        copies = [request for request in case.requests if request.id.startswith("copy")]
+        assert len(copies) == 1030
+        assert len({request.prompt for request in copies}) == 1
+        assert case.geometry.max_num_seqs > 1030
+        assert case.geometry.max_num_batched_tokens > sum(map(len, copies))
+        assert decode(encode(case)) == case

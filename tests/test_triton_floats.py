@@ -22,9 +22,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from triton.runtime.errors import InterpreterError
 
-from fuzz.triton_cpu import fallbacks, install, uninstall
-from fuzz.triton_cpu.executor import KernelFallback
-
 ULP = 4
 """NumPy's ``exp`` and ``log`` of float32 differ from ours by no more than this."""
 EPSILON = 2.0**-23
@@ -479,36 +476,53 @@ def test_the_high_half_of_a_product(dtype: torch.dtype) -> None:
     assert out.tolist() == [0, 0, most - 1, 3]
 
 
-# what is not translated
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_two_byte_floats_fall_back(dtype: torch.dtype) -> None:
-    """They are counted and named, and the result is the interpreter's."""
-    from vllm.v1.worker.gpu.sample.logprob import _ranks_kernel as kernel
-
-    values, out = torch.tensor([[1.0, 3.0, 2.0, 3.0]], dtype=dtype), torch.zeros(1, dtype=I64)
-    launches = fallbacks["_ranks_kernel"]
-    install()
-    try:
-        with pytest.warns(KernelFallback, match="kernel _ranks_kernel: unsupported a float of 16 bits at line"):
-            kernel[(1,)](out, values, 4, torch.tensor([2]), 4, BLOCK_SIZE=4)
-    finally:
-        uninstall()
-    assert out.item() == 3
-    assert fallbacks["_ranks_kernel"] == launches + 1
+# functions of floats
 
 
 @triton.jit
-def _rows(values, out):
-    row, column = tl.arange(0, 4), tl.arange(0, 8)
-    tl.store(out + row, tl.sum(tl.load(values + row[:, None] * 8 + column[None, :]), axis=1))
+def _functions(values, out, n: tl.constexpr):
+    lane = tl.arange(0, n)
+    x = tl.load(values + lane)
+    tl.store(out + lane, tl.ceil(x))
+    tl.store(out + n + lane, tl.floor(x))
+    tl.store(out + 2 * n + lane, tl.abs(x))
+    tl.store(out + 3 * n + lane, tl.clamp(x, -2.5, 2.5))
 
 
-def test_sums_of_floats_along_one_of_two_axes_fall_back() -> None:
-    install()
-    try:
-        with pytest.warns(KernelFallback, match="a sum of floats along one of several axes"):
-            _rows[(1,)](torch.ones(32), torch.empty(4))
-    finally:
-        uninstall()
+@fuzzed
+@given(seeds, floats)
+def test_functions_that_are_exact(seed: int, dtype: torch.dtype) -> None:
+    arena, n = Arena(seed), 64
+    values = arena.put(arena.random.normal(0, 3, n), dtype)
+    values[: len(SPECIAL)] = torch.tensor(SPECIAL, dtype=dtype)
+    out = arena.empty(4 * n, dtype)
+    agree(arena, _functions[(1,)], values, out, n, loosely=[(out, same)])
+
+
+@triton.jit
+def _powers(values, out, n: tl.constexpr):
+    lane = tl.arange(0, n)
+    x = tl.load(values + lane)
+    tl.store(out + lane, tl.exp2(x))
+    tl.store(out + n + lane, tl.log2(tl.abs(x)))
+
+
+@fuzzed
+@given(seeds, floats)
+def test_exp2_and_log2(seed: int, dtype: torch.dtype) -> None:
+    arena, n = Arena(seed), 64
+    values = arena.put(arena.random.normal(0, 40, n), dtype)
+    out = arena.empty(2 * n, dtype)
+    agree(arena, _powers[(1,)], values, out, n, loosely=[(out, within(ULP))])
+
+
+def test_powers_of_two_are_exact() -> None:
+    """Scales of the cache are nothing else."""
+    values, out = torch.arange(-149, 107).float(), torch.empty(512)
+    with compiled():
+        _powers[(1,)](values, out, 256)
+    assert torch.equal(out[:256].double(), 2.0 ** values.double())
+    exact = 2.0 ** torch.arange(-149, 107).float()
+    with compiled():
+        _powers[(1,)](exact, out, 256)
+    assert torch.equal(out[256:], values)

@@ -10,6 +10,7 @@ from fuzz.engines.base import Engine
 
 ENGINES: dict[str, str] = {
     "scheduler": "fuzz.engines.scheduler:SchedulerEngine",
+    "kernels": "fuzz.engines.kernels:KernelsEngine",
     "cpu": "fuzz.engines.cpu:CpuEngine",
 }
 """Engine name to "module:class"; loaded only when asked for, since an engine imports vLLM."""

@@ -179,7 +179,7 @@ class AttendingWorker(Worker):
         self, config: Any, layout: Any, geometry: Geometry, heads: int, tokens_of: Callable[[str], Sequence[int]]
     ) -> None:
         """``tokens_of``: all tokens of a request that are known when a step of it is computed."""
-        super().__init__(config, layout, all_consumers=True)
+        super().__init__(config, layout, ask_every=1)
         self._tokens_of = tokens_of
         self._group = [is_window(group.kv_cache_spec) for group in layout.kv_cache_groups].index(True)
         sizes = (config, geometry.num_blocks, geometry.swa_block_size, heads)

@@ -7,6 +7,8 @@ To add one: a file beside this one, and a line in ``ENGINES`` (``fuzz/engines/__
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
 from typing import Protocol
 
 from fuzz.case import Case
@@ -19,6 +21,22 @@ class Unavailable(Exception):
 
 class Refused(Exception):
     """vLLM does not accept the case's geometry; the message is vLLM's own reason, in one line."""
+
+
+class OwnFailure(Exception):
+    """replaycheck itself failed in another process; the message is the traceback there, ``site`` where it raised."""
+
+    def __init__(self, message: str, site: str) -> None:
+        super().__init__(message)
+        self.site = site
+
+
+def site_of(error: BaseException) -> str:
+    """The file and function that raised, for telling failures of our own apart."""
+    if isinstance(error, OwnFailure):
+        return error.site
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}:{frame.name}"
 
 
 class Engine(Protocol):

@@ -29,7 +29,7 @@ import msgspec
 
 from fuzz.case import Case, decode, encode
 from fuzz.engines import load, wire
-from fuzz.engines.base import Engine, Refused, Unavailable
+from fuzz.engines.base import Engine, OwnFailure, Refused, Unavailable, site_of
 from fuzz.engines.follow import traced_requests
 from invariants.trace import Fault, Trace
 
@@ -45,10 +45,6 @@ _FRAME = re.compile(r'File "[^"]*(?:-packages|/vllm)/(vllm/[^"]+)", line \d+ in 
 _MAIN_THREAD = "Current thread 0x"
 """How faulthandler heads the stack of the thread that got the signal, innermost frame first."""
 _DUMPED = re.compile(r'Thread 0x|  File "|$')
-
-
-class ChildFailure(RuntimeError):
-    """replaycheck itself failed in the child; the message is the child's traceback."""
 
 
 class ChildEngine:
@@ -95,7 +91,7 @@ class ChildEngine:
             if answer.kind == "unavailable":
                 raise Unavailable(answer.message)
             if answer.kind == "own":
-                raise ChildFailure(answer.message)
+                raise OwnFailure(answer.message, answer.site)
             fault = Fault("exception", -1, answer.message, "out of memory")
         self.close()
         return Trace(
@@ -300,7 +296,7 @@ def _answer(engine: Engine, order: wire.Order) -> wire.Ran | wire.Failed:
         text = "".join(traceback.format_exception(error)).rstrip()
         words = str(error).lower()  # torch's: of the CPU's allocator, of a GPU's
         memory = isinstance(error, RuntimeError) and ("allocate memory" in words or "out of memory" in words)
-        return wire.Failed("memory" if memory else "own", text)
+        return wire.Failed("memory" if memory else "own", text, site_of(error))
 
 
 def _open(target: str) -> Engine:

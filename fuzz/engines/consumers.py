@@ -24,14 +24,14 @@ NOWHERE = -2
 
 
 class Consumers:
-    """Asks in steps that replay, where the bound matters, and in the first with decodes alone: to ask costs what a step
-    costs. The combine kernel has one lane for each position of the window, so W is a power of two."""
+    """Asks in steps that replay, where the bound matters, and in one of ``every`` others: it costs what a step does."""
 
-    def __init__(self, builder: Any, rocm_builders: RocmBuilders, window: int) -> None:
+    def __init__(self, builder: Any, rocm_builders: RocmBuilders, window: int, every: int) -> None:
         """``builder``: the shared one; what it is given from now on, the others are given as well."""
         self._rocm = rocm_builders
         self._window = window
-        self._decoded = False
+        self._every = every
+        self._steps = 0
         self._given: tuple[Any, Any] = None, None
         build = builder.build
 
@@ -50,14 +50,13 @@ class Consumers:
 
     def lists(self, metadata: Any) -> list[IndexList]:
         """What they read in the step for which the builder was just asked; empty where they are not asked."""
+        self._steps += 1
         common, replay_start = self._given
-        decodes = not metadata.num_prefills
-        if (self._decoded or not decodes) and (replay_start is None or not replay_start.any()):
+        if self._steps % self._every and (replay_start is None or not replay_start.any()):
             return []
-        self._decoded |= decodes
         found = [_mixed(metadata, self._window), *_combine(metadata, self._window)]
         found.append(_ragged(self.rocm_metadata(), self._window))
-        if decodes:
+        if not metadata.num_prefills:
             found += _fused(self._rocm.build_fused(common, replay_start), self._window)
         return found
 
@@ -129,8 +128,8 @@ def _combine(metadata: Any, window: int) -> Iterator[IndexList]:
     from vllm.models.deepseek_v41.attention import DeepseekV4Attention
     from vllm.models.deepseek_v41.common.ops import combine_topk_swa_indices
 
-    if not metadata.num_prefills:
-        return
+    if not metadata.num_prefills or window & (window - 1):
+        return  # the kernel has one lane for each position of the window, so W is a power of two
     decodes, starts = metadata.num_decodes, metadata.query_start_loc
     lists = []
     plan = metadata.get_prefill_chunk_plan(0, DeepseekV4Attention.PREFILL_CHUNK_SIZE, has_compressed=False)

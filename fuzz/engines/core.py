@@ -71,6 +71,11 @@ class Core:
         """What the worker made of the SchedulerOutput that it has just executed (``record.Batches``)."""
         return recorder.take()
 
+    @property
+    def block_tables(self) -> Any:
+        """Of the model runner."""
+        return self.engine.model_executor.driver_worker.worker.model_runner.block_tables
+
     def caches(self) -> list[list[Any]]:
         """[group][layer] KV-cache tensors [blocks, rows, cells], as vLLM bound them."""
         layers = self.config.compilation_config.static_forward_context

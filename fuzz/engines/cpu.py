@@ -24,7 +24,7 @@ from fuzz.engines.core import Core, CoreDriver, sizes_of
 from fuzz.engines.follow import fault_of, follow, traced_requests
 from fuzz.engines.kv import CacheWatch, Poisoner
 from fuzz.engines.record import StepRecorder
-from fuzz.engines.worker import require
+from fuzz.engines.worker import checked, require
 from fuzz.probe.recorder import recorder
 from invariants.trace import Fault, Outputs, Probe, Trace
 
@@ -63,6 +63,7 @@ class CpuEngine:
             recorder.install("trace")
         except (ImportError, AttributeError) as error:
             raise Unavailable(f"the gather recorder finds nothing to look on at in this vLLM: {error}") from error
+        _load_plugins()
         _register()
         torch.set_num_threads(1)  # the probe's tensors are too small to share out, and test workers have a core each
         atexit.register(gc.unfreeze)  # EngineCore freezes; nanobind, which Triton is built with, takes that for leaks
@@ -92,7 +93,8 @@ class CpuEngine:
         )
         watch = CacheWatch(core)
         recorder.mode = "trace"
-        follow(driver, StepRecorder(trace, core.scheduler, core), trace, watch.look)
+        with checked(core.block_tables):
+            follow(driver, StepRecorder(trace, core.scheduler, core), trace, watch.look)
         recorder.mode = None  # nobody looks on in the arms
         trace.cached = watch.result()
         for request, outputs in zip(trace.requests, driver.results(), strict=True):
@@ -113,7 +115,7 @@ class CpuEngine:
 
     def time_plain(self, case: Case) -> float:
         """CPU seconds that the case takes on the bare engine, for benchmarks: no arm, nothing judged."""
-        core = self._core(case, Probe())
+        core = self._core(case, Probe() if case.probe is UNSET else case.probe)
         started = time.process_time()
         _unwatched(case, core)
         return time.process_time() - started
@@ -187,14 +189,29 @@ def _unwatched(case: Case, core: Core, before: Callable[[Any], None] | None = No
     return driver
 
 
+def _load_plugins() -> None:
+    """As vLLM's engine core would, whose failure would be that of every case. Raises ``Unavailable``."""
+    from vllm.plugins import load_general_plugins
+
+    try:
+        load_general_plugins()
+    except Exception as error:  # a plugin may be anybody's
+        raise Unavailable(f"a plugin of vLLM fails to load: {vllm_setup.one_line(error)}") from error
+
+
 def _register() -> None:
-    """Make the architecture known by its class: a name would have vLLM import it in a process of its own first."""
+    """Make the architecture known by its class: a name would have vLLM import it in a process of its own first.
+
+    Raises ``Unavailable``.
+    """
     from vllm import ModelRegistry
 
     from fuzz.probe.model import ReplayProbeForCausalLM
     from fuzz.probe.plugin import ARCHITECTURE
 
     ModelRegistry.register_model(ARCHITECTURE, ReplayProbeForCausalLM)
+    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
+        raise Unavailable(f"vLLM does not know the architecture {ARCHITECTURE} after it was registered")
 
 
 def _check_numbers(trace: Trace) -> None:

@@ -15,6 +15,7 @@ from fuzz.case import Case
 from fuzz.engines.drive import Driver, Hung, Scheduled
 from fuzz.engines.record import StepRecorder
 from fuzz.engines.worker import Disagreement
+from fuzz.triton_cpu.faults import MemoryFaults
 from invariants.trace import Fault, Final, Trace, TracedRequest
 
 
@@ -60,6 +61,10 @@ def fault_of(error: Exception, step: int) -> Fault:
     """What vLLM raised. An error that did not come out of an installed package is ours, and goes on its way."""
     if isinstance(error, Hung):
         return Fault("hang", step, str(error))
+    if isinstance(error, MemoryFaults):
+        first = error.faults[0]
+        place = f"{first.kernel}, {first.access} at {first.tensor or 'no known tensor'}"
+        return Fault("memory fault", step, str(error), place)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     package, place = _installed(frame.filename)
     if not package and Path(frame.filename).parent.name == "probe":

@@ -27,8 +27,19 @@ from fuzz.engines.shadow import (
     stretch,
     stretches,
 )
-from fuzz.probe.batch import Batch
-from invariants.trace import PAD_SLOT, Admission, IntArray, Step, Trace, Writes
+from fuzz.probe.batch import Batch, Padding
+from invariants.trace import (
+    DECODER_FIRST,
+    DECODER_REST,
+    NOBODY,
+    PAD_SLOT,
+    Admission,
+    Gathers,
+    IntArray,
+    Step,
+    Trace,
+    Writes,
+)
 
 
 class Batches(Protocol):
@@ -196,9 +207,11 @@ class StepRecorder:
         shadow = self._shadows[self._window_group]
         tables = Tables(batch.window_table, shadow.block_size)
         queries = Queries(row, batch.positions)
-        step.gathers.append(
-            gathers_from_indices("paged-index", queries, batch.swa_indices, batch.swa_lens, tables, shadow)
-        )
+        step.gathers.append(gathers_from_indices("paged-index", queries, *batch.indices, tables, shadow))
+        kept = Queries(row[batch.kept], batch.positions[batch.kept])
+        for consumer, indices in zip((DECODER_FIRST, DECODER_REST), batch.kept_indices, strict=False):
+            step.gathers.append(gathers_from_indices(consumer, kept, *indices, tables, shadow))
+        self.record_padding(step, batch.padding)
         for read in batch.lists:
             served = slice(read.begin, read.begin + len(read.lens))
             some = Queries(row[served], batch.positions[served])
@@ -213,6 +226,22 @@ class StepRecorder:
             low[rows] -= batch.gather_lens
             queries, span = Queries(rows, batch.computed[rows]), (low[rows], high[rows])
             step.gathers.append(gathers("gather-length", "row", queries, span, stretches(low, high, tables), shadow))
+
+    def record_padding(self, step: Step, padding: Padding) -> None:
+        """What rows of no request write and gather: nothing, and then the step does not mention them (CONTRACT 16)."""
+        rows, listed = len(step.request), padding.indices
+        for group, slots in enumerate(padding.slots):
+            real = np.flatnonzero(slots != PAD_SLOT).astype(np.int32)
+            if len(real):
+                step.writes.append(Writes(group, rows + real, np.zeros_like(real), slots[real]))
+        reads = np.flatnonzero((listed.lens > 0) | (listed.slots != PAD_SLOT).any(1)).astype(np.int32)
+        if len(reads):
+            row, nobody = rows + reads, np.full(len(reads), NOBODY, np.int32)
+            last, slot = listed.lens[reads] - 1, listed.slots[reads, 0].astype(np.int64)
+            first = np.zeros_like(last)
+            step.gathers.append(
+                Gathers("paged-index", "query", row, last, first, last, row, first, slot, nobody, nobody)
+            )
 
     def _from_contract(self, step: Step, lives: _Rows) -> None:
         """No kernel runs: what CONTRACT 14 and 17 say is written and read, through the manager's block tables."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from typing import Any, Literal
 
 from fuzz import triton_cpu
@@ -21,11 +22,13 @@ from fuzz.engines.base import Refused, Unavailable
 from fuzz.engines.drive import Driver
 from fuzz.engines.follow import follow, traced_requests
 from fuzz.engines.record import StepRecorder
-from fuzz.engines.worker import Worker, require
+from fuzz.engines.worker import Worker, checked, require
 from invariants.trace import Trace
 
 KERNEL_MODE: Literal["compiled", "interpreter"] = "compiled"
 """What runs vLLM's Triton kernels where there is no GPU."""
+ASK_EVERY = 8
+"""Steps without a replay in which all consumers of window KV are asked, one in so many."""
 
 
 class SchedulerEngine:
@@ -69,15 +72,17 @@ class SchedulerEngine:
             versions=self.versions(),
         )
         worker = None if brisk else self._worker(case, layout, driver.scheduler)
-        follow(driver, StepRecorder(trace, driver.scheduler, worker), trace)
+        with checked(worker.tables) if worker else nullcontext():
+            follow(driver, StepRecorder(trace, driver.scheduler, worker), trace)
         trace.interpreted = triton_cpu.fallbacks_since(before)
         trace.seconds = time.perf_counter() - started
         return trace
 
     def _worker(self, case: Case, layout: Any, scheduler: Any) -> Worker:  # noqa: ARG002
         window = case.geometry.window
-        all_consumers = self._mode != "gpu" and window & (window - 1) == 0
-        return Worker(vllm_setup.vllm_config(case), layout, all_consumers)
+        # All consumers are there at such a window only: the combine kernel has one lane for each of its positions.
+        asked = self._mode != "gpu" and window & (window - 1) == 0
+        return Worker(vllm_setup.vllm_config(case), layout, ASK_EVERY if asked else 0)
 
     def run_bare(self, case: Case) -> None:
         """The same requests, events and tokens on vLLM's Scheduler with nobody looking on: the yardstick of speed."""

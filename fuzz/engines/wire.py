@@ -65,6 +65,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
     kind: Literal["unavailable", "refused", "memory", "own"]
     message: str
+    site: str = ""
+    """Of what is our own: see ``base.site_of``."""
 
 
 Answer = Ready | Ran | Failed

@@ -10,12 +10,15 @@ Relied upon: on one GPU, without LoRA, pooling, pipeline or context parallelism,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+from fuzz import triton_cpu
 from fuzz.engines import rocm
 from fuzz.engines.consumers import Consumers
-from fuzz.probe.batch import Batch, copy_batch
+from fuzz.probe.batch import Batch, Padding, copy_batch, copy_padding
 
 
 class Disagreement(Exception):
@@ -37,9 +40,13 @@ def require() -> None:
 
 
 class Worker:
-    """Model runner V2 for one case. ``require`` comes first. ``all_consumers``: see ``consumers.py``."""
+    """Model runner V2 for one case. ``require`` comes first.
 
-    def __init__(self, config: Any, layout: Any, all_consumers: bool) -> None:
+    ``ask_every``: steps without a replay in which all consumers are asked, one in so many; 0: never (``consumers.py``).
+    ``padding``: rows that a batch of decodes is filled up with, as for a graph of that size.
+    """
+
+    def __init__(self, config: Any, layout: Any, ask_every: int, padding: int = 0) -> None:
         import torch
         from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
         from vllm.v1.worker.gpu.block_table import BlockTables
@@ -89,9 +96,12 @@ class Worker:
         model = SimpleNamespace(token_lookback_depth=0, decoder_replay_layers=None)
         runner.model_state = DeepseekV41ModelState(config, model, None, device)
         self._runner = runner
+        self.tables = runner.block_tables
         self._layout = layout
         self._attn_groups = _attention_groups(config, layout, device)
-        self._consumers = _consumers(config, self._attn_groups, device) if all_consumers else None
+        self._consumers = _consumers(config, self._attn_groups, device, ask_every) if ask_every else None
+        self._padding = padding
+        self._most = scheduler.max_num_seqs, tokens
 
     def step(self, output: Any) -> Batch | None:
         """Take in one SchedulerOutput; None if it schedules nothing."""
@@ -106,22 +116,51 @@ class Worker:
         if output.total_num_scheduled_tokens == 0:
             return None
         state, _ = runner.gather_batch_req_state(output, False)
-        descriptor = BatchExecutionDescriptor(
-            cg_mode=CUDAGraphMode.NONE, num_tokens=state.num_tokens, num_reqs=len(state.req_ids)
-        )
+        rows, tokens = len(state.req_ids), state.num_tokens
+        filled = min(self._padding, self._most[0] - rows, self._most[1] - tokens) if not state.has_prefill else 0
+        mode = CUDAGraphMode.FULL if filled else CUDAGraphMode.NONE
+        descriptor = BatchExecutionDescriptor(cg_mode=mode, num_tokens=tokens + filled, num_reqs=rows + filled)
         batch = runner.prepare_inputs(output, state, descriptor, 0)
         tables, slots = runner.prepare_attn(batch)
-        metadata = runner.model_state.prepare_attn(
-            batch, CUDAGraphMode.NONE, tables, slots, self._attn_groups, self._layout
-        )["window"]
+        metadata = runner.model_state.prepare_attn(batch, mode, tables, slots, self._attn_groups, self._layout)[
+            "window"
+        ]
         seen = copy_batch(batch, slots, metadata)
         if self._consumers:
-            seen.lists = self._consumers.lists(metadata)
+            seen.lists = [read.cut(tokens) for read in self._consumers.lists(metadata)]
         batched = dict(zip(seen.request_ids, seen.scheduled.tolist(), strict=True))
         if batched != output.num_scheduled_tokens:
             raise Disagreement(f"the worker batches {batched}, the scheduler scheduled {output.num_scheduled_tokens}")
         runner.postprocess_num_computed_tokens(batch)
         return seen
+
+    def idle(self) -> Padding:
+        """What a data-parallel rank without requests writes and reads when the others have a batch."""
+        from vllm.config.compilation import CUDAGraphMode
+        from vllm.v1.worker.gpu.input_batch import InputBatch
+
+        runner, rows = self._runner, min(2, *self._most)
+        batch = InputBatch.make_dummy(rows, rows, runner.input_buffers)
+        tables, slots = runner.prepare_dummy_attn(batch)
+        metadata = runner.model_state.prepare_attn(
+            batch, CUDAGraphMode.NONE, tables, slots, self._attn_groups, self._layout
+        )["window"]
+        return copy_padding(slots, metadata, 0)
+
+
+def checked(tables: Any) -> AbstractContextManager[object]:
+    """Compiled kernels inside are checked (``triton_cpu.checking``), with the tensors of a runner's BlockTables known,
+    which kernels find by their address. Nothing where no kernel is compiled."""
+    return _checking(tables) if triton_cpu.compiles() else nullcontext()
+
+
+@contextmanager
+def _checking(tables: Any) -> Iterator[None]:
+    with triton_cpu.checking() as checker:
+        for group, (staged, batch) in enumerate(zip(tables.block_tables, tables.input_block_tables, strict=True)):
+            checker.know(f"block table {group}", staged.gpu)
+            checker.know(f"the batch's block table {group}", batch)
+        yield
 
 
 def _block_table_sizes(config: Any, layout: Any) -> dict[str, Any]:
@@ -168,7 +207,7 @@ def _attention_groups(config: Any, layout: Any, device: Any) -> list[list[Any]]:
     return groups
 
 
-def _consumers(config: Any, groups: list[list[Any]], device: Any) -> Consumers:
+def _consumers(config: Any, groups: list[list[Any]], device: Any, every: int) -> Consumers:
     (attention,) = next(group for group in groups if group)
     rocm_builders = rocm.RocmBuilders(attention.kv_cache_spec, attention.layer_names, config, device)
-    return Consumers(attention.metadata_builders[0], rocm_builders, config.model_config.hf_config.sliding_window)
+    return Consumers(attention.metadata_builders[0], rocm_builders, config.model_config.hf_config.sliding_window, every)

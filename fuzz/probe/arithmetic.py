@@ -53,11 +53,16 @@ def attend(query: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
     parts = []
     for at in range(0, len(query), rows):
         some = slice(at, at + rows)
-        parts.append(_attend(query[some], keys[some] if len(keys) > 1 else keys, visible[some]))
+        # Zeros at the end change no sum, so columns that no row of these sees may go: half of them in a prefill.
+        seen = visible[some].any(0).nonzero()
+        end = int(seen[-1]) + 1 if len(seen) else 0
+        parts.append(_attend(query[some], (keys[some] if len(keys) > 1 else keys)[:, :end], visible[some, :end]))
     return torch.cat(parts) if parts else query
 
 
 def _attend(query: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
+    if not keys.shape[1]:
+        return torch.zeros_like(query)
     keys = torch.where(visible.unsqueeze(2), keys, 0.0)
     score = tree_sum(query.unsqueeze(1) * keys, 2) * (1.0 / WIDTH)
     weight = (score + 1.0) * 0.5

@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 
 
-def wrong_reads(batch: Any, metadata: Any) -> Tensor:
-    """int64 [2]: queries with a wrong length, and with an index that is not the block table's (or a stale entry)."""
-    tokens = batch.num_tokens
+def wrong_reads(row: Tensor, position: Tensor, start: Tensor, metadata: Any) -> Tensor:
+    """int64 [2]: queries with a wrong length, and with an index that is not the block table's (or a stale entry).
+
+    ``row`` and ``position``, int64 [queries]: of the queries that the metadata is of. ``start``, [rows]: first position
+    of which each row's request has window KV.
+    """
     indices, lens = metadata.decode_swa_indices[:, 0], metadata.decode_swa_lens
     if metadata.num_prefill_tokens:
         indices = torch.cat([indices, metadata.prefill_swa_indices[:, 0]])
         lens = torch.cat([lens, metadata.prefill_swa_lens])
     window = indices.shape[1]
-    row = _rows(batch)
-    position = batch.positions[:tokens]
-    first = torch.maximum(metadata.replay_start[row].long(), position - (window - 1))
+    first = torch.maximum(start[row].long(), position - (window - 1))
     owed = (position - first + 1).clamp(min=0)
     lane = torch.arange(window, device=indices.device)
     believed = first[:, None] + lane
@@ -38,7 +39,7 @@ def wrong_writes(batch: Any, slots: Tensor, metadata: Any, layout: Any) -> Tenso
     """int64 [2]: replayed tokens that write a prefix-cacheable group, and tokens that write nothing where they must."""
     tokens = batch.num_tokens
     position = batch.positions[:tokens]
-    start = metadata.replay_start[_rows(batch)].long()
+    start = metadata.replay_start[rows_of(batch)].long()
     specs = [group.kv_cache_spec for group in layout.kv_cache_groups]
     window = max(spec.prefix_replay_tokens for spec in specs)
     replayed = (start > 0) & (position >= start) & (position < start + window)
@@ -50,7 +51,18 @@ def wrong_writes(batch: Any, slots: Tensor, metadata: Any, layout: Any) -> Tenso
     return wrong
 
 
-def _rows(batch: Any) -> Tensor:
+def kept_start(batch: Any, kept_row: Tensor, start: Tensor, window: int) -> Tensor:
+    """int64 [rows]: where window KV starts in layers that ran on some tokens of the batch only (CONTRACT 21).
+
+    ``kept_row``, int64 [kept tokens]: their batch rows. ``start``, [rows]: the batch's own.
+    """
+    bounds = batch.query_start_loc[: batch.num_reqs + 1]
+    trimmed = torch.bincount(kept_row, minlength=batch.num_reqs) < bounds.diff()
+    start = start[: batch.num_reqs].long()
+    return torch.where(trimmed, torch.maximum(start, batch.seq_lens[: batch.num_reqs].long() - window), start)
+
+
+def rows_of(batch: Any) -> Tensor:
     """int64 [tokens]: batch row of each token."""
     bounds = batch.query_start_loc[1 : batch.num_reqs + 1]
     token = torch.arange(batch.num_tokens, device=bounds.device)

@@ -24,7 +24,7 @@ from fuzz.probe.arithmetic import attend, linear, norm
 from fuzz.probe.caches import cells, make_caches, store
 from fuzz.probe.plugin import ARCHITECTURE
 from invariants.trace import Probe
-from invariants.weights import CODE_GAIN, LOGIT_GAIN, VOCAB, position_codes, weights
+from invariants.weights import CODE_GAIN, LOGIT_GAIN, VOCAB, decoder_start, position_codes, weights
 
 
 class Sizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -66,7 +66,9 @@ class Layer(nn.Module):  # type: ignore[misc]
 
     def __init__(self, number: int, config: VllmConfig, sizes: Sizes, matrices: dict[str, Tensor]) -> None:
         super().__init__()
-        self.deep = sizes.probe.kind == "deep"
+        self.deep = sizes.probe.kind != "exact"
+        self.trimmed = number >= decoder_start(sizes.probe)
+        """Whether decoder-side replay trims it; its states are then written with those of the first such layer."""
         self.ratio = sizes.compress_ratio
         self.window, self.compressed = make_caches(f"layers.{number}", config, sizes)
         for name, matrix in matrices.items():
@@ -75,17 +77,26 @@ class Layer(nn.Module):  # type: ignore[misc]
 
     def forward(self, x: Tensor, embedded: Tensor, positions: Tensor, code: Tensor) -> Tensor:
         """float32 [tokens, WIDTH] like x; code [tokens, WIDTH]: of the positions."""
-        metadata = get_forward_context().attn_metadata
-        source = norm(x if self.deep else embedded)
-        x = x + linear(self._window(norm(x), source, code, metadata[self.window.prefix]), self.wo)
-        read = self._compressed(norm(x), positions, code, metadata[self.compressed.prefix])
-        x = x + linear(read, self.go)
+        self.write_window(x if self.deep else embedded, code)
+        x = x + linear(self._window(norm(x), _metadata(self.window)), self.wo)
+        if not self.trimmed:
+            self.write_compressed(x, code)
+        x = x + linear(self._compressed(norm(x), positions, _metadata(self.compressed)), self.go)
         hidden = linear(norm(x), self.up)
         return x + linear(torch.clamp(hidden, min=0), self.down)
 
-    def _window(self, x: Tensor, source: Tensor, code: Tensor, metadata: Any) -> Tensor:
+    def write_window(self, source: Tensor, code: Tensor) -> None:
+        """The window keys of the batch that the metadata is of."""
+        slots = _metadata(self.window).slot_mapping[: len(source)]
+        store(self.window.kv_cache, slots, norm(linear(norm(source), self.wk) + code))
+
+    def write_compressed(self, x: Tensor, code: Tensor) -> None:
+        """The compressed states of the batch that the metadata is of."""
+        slots = _metadata(self.compressed).slot_mapping[: len(x)]
+        store(self.compressed.kv_cache, slots, norm(linear(norm(x), self.gk) + code))
+
+    def _window(self, x: Tensor, metadata: Any) -> Tensor:
         cache = self.window.kv_cache
-        store(cache, metadata.slot_mapping[: len(x)], norm(linear(source, self.wk) + code))
         indices = [metadata.decode_swa_indices[:, 0], metadata.prefill_swa_indices]
         indices[1:] = [] if indices[1] is None else [indices[1][:, 0]]
         slots = torch.cat(indices).long()
@@ -95,9 +106,8 @@ class Layer(nn.Module):  # type: ignore[misc]
         keys = cells(cache)[slots // rows, slots % rows]
         return attend(norm(linear(x, self.wq)), keys, visible)
 
-    def _compressed(self, x: Tensor, positions: Tensor, code: Tensor, metadata: Any) -> Tensor:
+    def _compressed(self, x: Tensor, positions: Tensor, metadata: Any) -> Tensor:
         cache = self.compressed.kv_cache
-        store(cache, metadata.slot_mapping[: len(x)], norm(linear(x, self.gk) + code))
         query = norm(linear(x, self.gq))
         counts = (positions + 1) // self.ratio
         bounds = metadata.query_start_loc[: metadata.num_reqs + 1].tolist()
@@ -118,12 +128,17 @@ class Layer(nn.Module):  # type: ignore[misc]
         return torch.cat(read)
 
 
+def _metadata(cache: Any) -> Any:
+    return get_forward_context().attn_metadata[cache.prefix]
+
+
 class ReplayProbeForCausalLM(nn.Module):  # type: ignore[misc]
     """See the module."""
 
     token_lookback_depth = 0
     """Of DeepSeek-V4.1's n-gram hash, which the probe does without."""
-    decoder_replay_layers = None
+    decoder_replay_layers: Any = None
+    """vLLM's ``DecoderReplayLayers`` for the decoder kind, where replay is on."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:  # noqa: ARG002
         super().__init__()
@@ -153,6 +168,28 @@ class ReplayProbeForCausalLM(nn.Module):  # type: ignore[misc]
             )
             for number in range(sizes.probe.layers)
         )
+        self._start = decoder_start(sizes.probe)
+        if self._start < len(self.layers) and self.layers[self._start].window.bounded_replay:
+            self.decoder_replay_layers = self._decoder_replay(sizes.window)
+
+    def _decoder_replay(self, window: int) -> Any:
+        """vLLM's own: it gathers the rows, and runs the layers under a forward context of their own."""
+        from vllm.models.deepseek_v41.decoder_replay_layers import DecoderReplayLayers
+
+        first, *rest = self.layers[self._start :]
+        caches = {cache.prefix for layer in (first, *rest) for cache in (layer.window, layer.compressed)}
+        return DecoderReplayLayers(
+            window,
+            lambda *inputs: (self._last_layers(*inputs),),
+            lambda x, _embedded, _positions, code: first.write_window(x, code),
+            caches,
+            first.window.prefix,
+        )
+
+    def _last_layers(self, x: Tensor, embedded: Tensor, positions: Tensor, code: Tensor) -> Tensor:
+        for layer in self.layers[self._start :]:
+            x = layer(x, embedded, positions, code)
+        return x
 
     @staticmethod
     def get_model_state_cls() -> type[Any]:
@@ -171,8 +208,14 @@ class ReplayProbeForCausalLM(nn.Module):  # type: ignore[misc]
         if get_forward_context().attn_metadata is None:
             return x  # vLLM measures memory with a batch that has no KV
         code = self.codes[positions]
-        for layer in self.layers:
+        for layer in self.layers[: self._start]:
             x = layer(x, embedded, positions, code)
+        for layer in self.layers[self._start :]:
+            layer.write_compressed(x, code)
+        if self.decoder_replay_layers is not None:
+            (x,) = self.decoder_replay_layers(x, embedded, positions, code)
+        else:
+            x = self._last_layers(x, embedded, positions, code)
         return norm(x)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

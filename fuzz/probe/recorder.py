@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Literal
 
-from fuzz.probe.batch import Batch, copy_batch
+from fuzz.probe.batch import Batch, Kept, copy_batch
 
 Mode = Literal["count", "check", "trace"]
 MODES: tuple[Mode, ...] = ("count", "check", "trace")
@@ -57,7 +57,9 @@ class Recorder:
         ) -> Any:
             metadata = prepare(state, input_batch, mode, tables, slots, *args, **kw)
             if self._real and self.mode:
-                self._look(input_batch, slots, metadata, args[1] if len(args) > 1 else kw["kv_cache_config"])
+                kept = getattr(state.decoder_replay_layers, "replay_batch", None)
+                layout = args[1] if len(args) > 1 else kw["kv_cache_config"]
+                self._look(input_batch, slots, metadata, layout, _kept_of(kept, state.decoder_replay_layers))
             return metadata
 
         def execute_model(runner: Any, *args: Any, **kw: Any) -> Any:
@@ -86,16 +88,12 @@ class Recorder:
         self._device = None
         return counted
 
-    def _look(self, batch: Any, slots: Any, metadata: Any, layout: Any) -> None:
-        from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
-
-        # Layers of one group share their metadata; groups differ in their block tables only.
-        parts = {id(part): part for part in metadata.values() if isinstance(part, DeepseekSparseSWAMetadata)}
-        windows = list(parts.values())
+    def _look(self, batch: Any, slots: Any, metadata: Any, layout: Any, kept: Any) -> None:
+        windows = _windows(metadata)
         if not windows:
             return
         if self.mode == "trace":
-            self._batch = copy_batch(batch, slots, windows[0])
+            self._batch = copy_batch(batch, slots, windows[0], kept)
             return
         self._host.update(steps=1, rows=batch.num_reqs, tokens=batch.num_tokens)
         for window in windows:
@@ -103,9 +101,16 @@ class Recorder:
         if self.mode == "check":
             from fuzz.probe import check
 
+            row, position = check.rows_of(batch), batch.positions[: batch.num_tokens]
             for window in windows:
-                self._device[2:4] += check.wrong_reads(batch, window)
+                self._device[2:4] += check.wrong_reads(row, position, window.replay_start, window)
             self._device[4:] += check.wrong_writes(batch, slots, windows[0], layout)
+            if kept:
+                start, row, position = windows[0].replay_start, row[kept.tokens], position[kept.tokens]
+                self._device[2:4] += check.wrong_reads(row, position, start, kept.first)
+                start = check.kept_start(batch, row, start, kept.window)
+                for window in kept.rest:
+                    self._device[2:4] += check.wrong_reads(row, position, start, window)
 
     def _count(self, batch: Any, window: Any) -> None:
         import torch
@@ -116,6 +121,23 @@ class Recorder:
         if window.num_prefill_tokens:
             self._device[0] += window.prefill_swa_lens.sum()
         self._device[1] += (window.replay_start[: batch.num_reqs] > 0).sum()
+
+
+def _windows(metadata: dict[str, Any]) -> list[Any]:
+    """Layers of one group share their metadata; groups differ in their block tables only."""
+    from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
+
+    parts = {id(part): part for part in metadata.values() if isinstance(part, DeepseekSparseSWAMetadata)}
+    return list(parts.values())
+
+
+def _kept_of(batch: Any, layers: Any) -> Kept | None:
+    """What vLLM's ReplayBatch says; None in a step in which all layers run on all rows."""
+    if batch is None:
+        return None
+    metadata = dict(batch.forward_context.attn_metadata)
+    first = metadata.pop(layers.first_swa_prefix)
+    return Kept(batch.rows, layers.window, first, _windows(metadata))
 
 
 recorder = Recorder()

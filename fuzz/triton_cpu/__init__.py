@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from typing import Literal
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Literal
 
 from fuzz.triton_cpu.environment import runs_on_cpu, use_interpreter
+
+if TYPE_CHECKING:
+    from fuzz.triton_cpu.memory import Checker
 
 fallbacks: Counter[str] = Counter()
 """Launches that ran under the interpreter although the compiled executor was installed, by kernel."""
@@ -47,8 +51,21 @@ def install() -> None:
     executor.install()
 
 
+def compiles() -> bool:
+    """Whether kernels run as machine code now."""
+    executor = sys.modules.get(f"{__name__}.executor")
+    return executor is not None and executor.installed()
+
+
 def uninstall() -> None:
     """Run kernels under Triton's interpreter from now on."""
     executor = sys.modules.get(f"{__name__}.executor")
     if executor is not None:
         executor.uninstall()
+
+
+def checking(*, strict: bool = False, races: bool = True) -> AbstractContextManager[Checker]:
+    """Check every memory access of the compiled kernels launched inside; see ``memory.checking``."""
+    from fuzz.triton_cpu import memory
+
+    return memory.checking(strict=strict, races=races)

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import math
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,9 +26,10 @@ from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import mangle_type
 
-from fuzz.triton_cpu import fallbacks
+from fuzz.triton_cpu import fallbacks, lookup, memory
+from fuzz.triton_cpu.checks import Checking
 from fuzz.triton_cpu.tiles import Unsupported
-from fuzz.triton_cpu.translate import Argument, translate
+from fuzz.triton_cpu.translate import Argument, Translated, translate
 
 _interpret = InterpretedFunction.run
 _lock = threading.Lock()
@@ -46,7 +49,7 @@ class _Compiler:
         self._machine = llvm.Target.from_default_triple().create_target_machine(
             cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=1
         )
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), self._machine)
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(lookup.CODE), self._machine)
         self._compiled = 0
 
     def new_name(self) -> str:
@@ -66,10 +69,10 @@ class _Compiler:
 class _Program:
     """A kernel compiled for some argument types and constants."""
 
-    def __init__(self, run: Callable[..., int], slots: int, errors: list[str]) -> None:
+    def __init__(self, run: Callable[..., int], slots: int, code: Translated) -> None:
         self.run = run
         self.array = ctypes.c_int64 * slots
-        self.errors = errors
+        self.code = code
 
 
 class _Kernel:
@@ -82,7 +85,8 @@ class _Kernel:
         self._names = tuple(parameters)
         self._defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
         self._constant = tuple(_is_constexpr(p.annotation) for p in parameters.values())
-        self._programs: dict[tuple[Any, ...], _Program | Unsupported] = {}
+        self._programs: defaultdict[Any, dict[tuple[Any, ...], _Program | Unsupported]] = defaultdict(dict)
+        """By what is checked, then by arguments."""
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """The value of every parameter. Options of the launch that are no parameters are dropped, as by Triton."""
@@ -93,12 +97,15 @@ class _Kernel:
 
     def launch(self, grid: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Run the grid; False if this kernel cannot be compiled for these arguments."""
+        checker = memory.active()
         try:
             values = self.bind(args, kwargs)
-            key, slots = self._specialise(values)
-            program = self._programs.get(key)
+            key, slots, tensors = self._specialise(values)
+            checking = None if checker is None else checker.checking
+            programs = self._programs[checking]
+            program = programs.get(key)
             if program is None:
-                program = self._programs[key] = self._compile(values, key, len(slots))
+                program = programs[key] = self._compile(values, key, len(slots), checking)
             if isinstance(program, Unsupported):
                 raise program
             sizes = self._sizes(grid, values)
@@ -107,9 +114,14 @@ class _Kernel:
             # Python shows a warning of one text from one place once.
             warnings.warn(f"kernel {self.name}: unsupported {problem} at line {line}", KernelFallback, stacklevel=1)
             return False
-        status = program.run(program.array(*slots), *sizes)
+        if checker is None:
+            status = program.run(program.array(*slots), *sizes)
+        else:
+            table = checker.begin(program.code, tensors, math.prod(sizes))
+            status = program.run(program.array(*slots, table), *sizes)
+            checker.end(self.name, program.code, tensors, sizes)
         if status:
-            raise InterpreterError(f"kernel {self.name}: {program.errors[status - 1]}")
+            raise InterpreterError(f"kernel {self.name}: {program.code.errors[status - 1]}")
         return True
 
     def _sizes(self, grid: Any, values: Sequence[Any]) -> tuple[int, ...]:
@@ -119,35 +131,39 @@ class _Kernel:
             raise Unsupported(f"a grid of {len(grid)} dimensions")
         return (*map(int, grid), 1, 1)[:3]
 
-    def _specialise(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
-        """What decides the code, and the numbers that the code gets."""
+    def _specialise(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], list[int], list[torch.Tensor]]:
+        """What decides the code, the numbers that the code gets, and the tensors that some of them point to."""
         key: list[Any] = []
         slots: list[int] = []
+        tensors: list[torch.Tensor] = []
         for value, constant in zip(values, self._constant, strict=True):
             kind = type(value)
             if constant:
                 key.append(_constant_key(value))
             elif kind is torch.Tensor or isinstance(value, torch.Tensor):
-                if not value.is_cpu:
+                if value.device.type != "cpu":
                     raise Unsupported(f"a tensor on {value.device}")
                 key.append(value.dtype)
                 slots.append(value.data_ptr())
+                tensors.append(value)
             elif kind is int or kind is bool:
                 key.append("i1" if kind is bool else _int_type(value))
                 slots.append(value)
             else:
                 key.append(_constant_key(value))
-        return tuple(key), slots
+        return tuple(key), slots, tensors
 
-    def _compile(self, values: Sequence[Any], key: Sequence[Any], slots: int) -> _Program | Unsupported:
+    def _compile(
+        self, values: Sequence[Any], key: Sequence[Any], slots: int, checking: Checking | None
+    ) -> _Program | Unsupported:
         try:
             given = zip(self._names, values, key, strict=True)
             arguments = {name: _argument(part) or value for name, value, part in given}
             with _lock:
                 compiler = _compiler()
                 name = compiler.new_name()
-                text, errors = translate(self.function.fn, arguments, name)
-                return _Program(compiler.compile(text, name), slots, errors)
+                code = translate(self.function.fn, arguments, name, checking)
+                return _Program(compiler.compile(code.text, name), slots + (checking is not None), code)
         except Unsupported as problem:
             return problem
         except Exception as error:
@@ -222,3 +238,8 @@ def install() -> None:
 def uninstall() -> None:
     """Launch kernels under Triton's interpreter from now on."""
     InterpretedFunction.run = _interpret
+
+
+def installed() -> bool:
+    """Whether kernels are launched as machine code now."""
+    return bool(InterpretedFunction.run is _run)

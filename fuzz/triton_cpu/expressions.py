@@ -47,6 +47,12 @@ class Expressions:
         """The function at hand."""
         return self.frames[-1]
 
+    def where(self) -> tuple[str, int]:
+        """The file and line of the statement at hand."""
+        source, statement = self.frame.source, self.frame.statement
+        line = source.first_line + (statement.lineno - 1 if statement else 0)
+        return source.function.__code__.co_filename, line
+
     def fail_if(self, condition: Any, message: str) -> None:
         """Have the program end with an error where the i1 ``condition`` holds."""
         self.errors.append(message)

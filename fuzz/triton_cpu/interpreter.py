@@ -72,9 +72,9 @@ def _with_bfloat(original: Callable[..., Any]) -> Callable[..., Any]:
         if not _is_bfloat(operands[0]):
             return original(self, *args)
         result = op(*map(_single, operands))
-        if result.dtype != np.bool_:
-            result = _numpy(torch.from_numpy(np.asarray(result)).to(torch.bfloat16), tl.bfloat16)
-        return TensorHandle(result, tl.bfloat16)
+        if result.dtype == np.bool_:
+            return TensorHandle(result, tl.int1)
+        return TensorHandle(_numpy(torch.from_numpy(np.asarray(result)).to(torch.bfloat16), tl.bfloat16), tl.bfloat16)
 
     return operate
 

@@ -209,11 +209,12 @@ class Language(Totals):
             raise Unsupported("a scalar load with a tile as other")
         type_ = pointer.type.with_element_ty(element) if pointer.type.is_block() else element
         mask_handle = None if mask is None else mask.handle
-        handle: Handle = Load(
-            lane_type, pointer.handle.shape, pointer=pointer.handle, mask=mask_handle, other=other.handle
-        )
+        load = Load(lane_type, pointer.handle.shape, pointer=pointer.handle, mask=mask_handle, other=other.handle)
+        handle: Handle = load
         if not handle.shape:
             handle = Scalar(lane_type, (), value=self.emitter.lane(handle, (), {}))
+        else:
+            self.emitter.loaded(load)
         result = tl.tensor(handle, type_)
         return semantic.cast(result, tl.int1) if is_bool else result
 

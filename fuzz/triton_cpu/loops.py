@@ -160,7 +160,8 @@ class _Loop:
             else:
                 self._phis[name] = self._emitter.builder.phi(lane_of(value).type)
                 self._phis[name].add_incoming(lane_of(value), self.entry)
-                self._frame.names[name] = like(value, self._phis[name])
+                origin = value.handle.origin if isinstance(value, tl.tensor) else None
+                self._frame.names[name] = like(value, self._phis[name], origin)
         for name in self._unknown:
             self._frame.names[name] = Unknown("which an iteration takes from the one before")
 
@@ -185,6 +186,8 @@ class _Loop:
         for name, value in self._carried.items():
             if kind(names.get(name)) != kind(value):
                 raise Unsupported(f"{name}, which changes its type in a loop")
+            if isinstance(value, tl.tensor):
+                self._emitter.keep_origin(self._buffers.get(name, value.handle), names[name].handle)
         # All are computed before any is replaced: they may be computed from each other.
         fresh = {name: self._emitter.copy(names[name].handle) for name in self._buffers}
         for name, buffer in self._buffers.items():

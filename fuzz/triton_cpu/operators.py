@@ -113,11 +113,11 @@ def lane_of(value: Any) -> Any:
     return value.value if isinstance(value, WeakInt) else value.handle.value
 
 
-def like(value: Any, lane: Any) -> Any:
-    """A scalar of the kind of ``value`` with another LLVM value."""
+def like(value: Any, lane: Any, origin: Any = None) -> Any:
+    """A scalar of the kind of ``value`` with another LLVM value, and if it is a pointer, another origin."""
     if isinstance(value, WeakInt):
         return WeakInt(lane)
-    return tl.tensor(Scalar(value.handle.type, (), value.handle.pointee, value=lane), value.type)
+    return tl.tensor(Scalar(value.handle.type, (), value.handle.pointee, value=lane, origin=origin), value.type)
 
 
 class Operators:

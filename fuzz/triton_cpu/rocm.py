@@ -26,6 +26,7 @@ from typing import Any, Literal
 Architecture = Literal["gfx950", "gfx942"]
 
 _PLATFORM = "vllm.platforms.rocm"
+_AMD = "vllm.models.deepseek_v41.amd"
 _ABSENT = object()
 _modules: dict[Architecture, dict[str, types.ModuleType]] = {"gfx950": {}, "gfx942": {}}
 """What was imported inside, and goes back into ``sys.modules`` when the context is entered again."""
@@ -101,7 +102,10 @@ def _installed(own: dict[str, types.ModuleType], architecture: Architecture) -> 
 def _has_decided(name: str, module: object) -> bool:
     if not name.startswith("vllm."):
         return False
-    return name == _PLATFORM or any(key.startswith("_ON_GFX") for key in getattr(module, "__dict__", ()))
+    # ROCm's own modules hold on to the current platform as it was when they were imported.
+    if name in (_PLATFORM, _AMD) or name.startswith(f"{_AMD}."):
+        return True
+    return any(key.startswith("_ON_GFX") for key in getattr(module, "__dict__", ()))
 
 
 def _attribute(name: str) -> object:

@@ -60,6 +60,8 @@ class Scalar(Handle):
     """A value that is already computed."""
 
     value: Any
+    origin: Any = None
+    """Of a pointer whose accesses are checked: the number of its tensor, see ``checks``."""
 
     def lane(self, emitter: Emitter, index: Index, memo: Memo) -> Any:  # noqa: ARG002
         return self.value
@@ -99,8 +101,12 @@ class View(Handle):
     axes: tuple[int | None, ...]
 
     def lane(self, emitter: Emitter, index: Index, memo: Memo) -> Any:
+        return emitter.lane(self.source, self.inner(index), memo)
+
+    def inner(self, index: Index) -> Index:
+        """Where the lane at ``index`` is in the source."""
         zero = ir.Constant(INT32, 0)
-        return emitter.lane(self.source, tuple(zero if axis is None else index[axis] for axis in self.axes), memo)
+        return tuple(zero if axis is None else index[axis] for axis in self.axes)
 
     def parts(self) -> Iterable[Handle]:
         return (self.source,)
@@ -113,6 +119,8 @@ class Buffer(Handle):
     memory: Any
     limits: Limits | None = None
     other: Handle | None = None
+    origin: Any = None
+    """As of a ``Scalar``, and of all lanes."""
 
     def lane(self, emitter: Emitter, index: Index, memo: Memo) -> Any:
         builder = emitter.builder
@@ -141,11 +149,12 @@ class Load(Handle):
         if self.settled is not None:
             return emitter.lane(self.settled, index, memo)
         address = emitter.lane(self.pointer, index, memo)
-        if self.mask is None:
+        mask = None if self.mask is None else emitter.lane(self.mask, index, memo)
+        mask = emitter.may_read(self, address, mask, index, memo)
+        if mask is None:
             return emitter.read(address, self.type)
         builder = emitter.builder
         other = emitter.lane(self.other, index, memo)
-        mask = emitter.lane(self.mask, index, memo)
         before = builder.block
         with builder.if_then(mask):
             value = emitter.read(address, self.type)
@@ -320,7 +329,7 @@ class Emitter:
             buffer = self.new_buffer(load)
             limits = self.all_lanes(load.shape)
             if load.mask is not None and not unsettled([load.other]):
-                limits = self.bounds(self, load.mask)
+                limits = self.lanes(load.mask)
                 buffer.limits, buffer.other = limits, load.other
             self.fill([buffer], [load], limits)
             load.settled = buffer
@@ -328,7 +337,7 @@ class Emitter:
     def store(self, pointer: Handle, value: Handle, mask: Handle | None, needed_later: Iterable[Handle]) -> None:
         """Write the lanes of ``value`` in order; ``needed_later`` are the values that must not see it."""
         self.settle(needed_later)
-        limits = self.all_lanes(pointer.shape) if mask is None else self.bounds(self, mask)
+        limits = self.all_lanes(pointer.shape) if mask is None else self.lanes(mask)
         # A lane must not be loaded after an earlier lane was stored: compute all, then store all.
         parts = [part for part in (pointer, value, mask) if part is not None and unsettled([part])]
         if parts and pointer.shape:
@@ -340,8 +349,46 @@ class Emitter:
         with self.loops(limits) as index:
             memo: Memo = {}
             address, lane = self.lane(pointer, index, memo), self.lane(value, index, memo)
-            if mask is None:
+            active = None if mask is None else self.lane(mask, index, memo)
+            active = self.may_write(pointer, address, lane, active, index, memo)
+            if active is None:
                 self.write(address, lane)
             else:
-                with self.builder.if_then(self.lane(mask, index, memo)):
+                with self.builder.if_then(active):
                     self.write(address, lane)
+
+    # what ``checks`` has more to do for
+
+    def computed(self, node: Map) -> Scalar:
+        """The value of an operation on scalars."""
+        return Scalar(node.type, (), node.pointee, value=node.lane(self, (), {}))
+
+    def loaded(self, load: Load) -> None:
+        """The program is at a load of a tile."""
+
+    def lanes(self, mask: Handle) -> Limits:
+        """The lanes of a mask that an access goes through."""
+        return self.bounds(self, mask)
+
+    def may_read(self, load: Load, address: Any, mask: Any, index: Index, memo: Memo) -> Any:  # noqa: ARG002
+        """The i1 that says whether a lane is read, None for always; ``mask`` says what the kernel wants."""
+        return mask
+
+    def may_write(
+        self,
+        pointer: Handle,  # noqa: ARG002
+        address: Any,  # noqa: ARG002
+        value: Any,  # noqa: ARG002
+        mask: Any,
+        index: Index,  # noqa: ARG002
+        memo: Memo,  # noqa: ARG002
+    ) -> Any:
+        """As ``may_read``."""
+        return mask
+
+    def meet(self, first: Handle, second: Handle, ways: Sequence[Any]) -> Any:  # noqa: ARG002
+        """The ``origin`` of a scalar that is one of two, by the block (of ``ways``) it comes from."""
+        return None
+
+    def keep_origin(self, before: Handle, after: Handle) -> None:
+        """A name of ``before`` gets ``after``, and what was made for it stays in use."""

@@ -3,13 +3,15 @@
 """The functions of ``triton.language`` that make one value of many lanes: sums, maxima, minima and where those are.
 
 As under the interpreter, which leaves them to NumPy: a NaN is passed over by ``max`` and ``min`` unless every lane is
-one, the first of equal lanes is the index, and floats are added up pairwise.
+one, the first of equal lanes is the index, and floats are added up pairwise along the last axis, one after the other
+along another.
 """
 
 # ruff: noqa: D102 - Triton names and documents the functions
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import triton.language as tl
@@ -18,6 +20,7 @@ from fuzz.triton_cpu import floats
 from fuzz.triton_cpu.formats import Narrow
 from fuzz.triton_cpu.operators import Operators
 from fuzz.triton_cpu.reductions import Combine, first_extreme, pairwise_sum, reduce, scan
+from fuzz.triton_cpu.shapes import permuted
 from fuzz.triton_cpu.tiles import Unsupported
 
 
@@ -31,9 +34,12 @@ class Totals(Operators):
         rank = len(tile.handle.shape)
         if keep_dims or isinstance(tile.handle.type, Narrow) or (axis is None and rank != 1):
             raise Unsupported("a sum of floats of two bytes, or along all of several axes")
-        if rank > 1 and _axis(tile, axis) != rank - 1:
+        along = rank - 1 if axis is None else _axis(tile, axis)
+        if math.prod(tile.handle.shape[along + 1 :]) > 1:
             return self._reduced(tile, axis, keep_dims, self.builder.create_fadd, 0)
-        handle = pairwise_sum(self.builder, tile.handle)
+        # To NumPy an axis is the last one if those behind it have one lane.
+        axes = (*(other for other in range(rank) if other != along), along)
+        handle = pairwise_sum(self.builder, permuted(tile.handle, axes))
         return tl.tensor(handle, tl.block_type(tile.dtype, list(handle.shape)) if handle.shape else tile.dtype)
 
     def max(

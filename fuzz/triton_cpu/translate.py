@@ -10,14 +10,17 @@ that may be read later.
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import triton.language as tl
 from llvmlite import ir
 
+from fuzz.triton_cpu import lookup
 from fuzz.triton_cpu.bounds import lane_limits
+from fuzz.triton_cpu.checks import CheckedEmitter, Checking, Site
 from fuzz.triton_cpu.liveness import reads
 from fuzz.triton_cpu.loops import Loops
 from fuzz.triton_cpu.operators import kind, lane_of, like, same
@@ -144,6 +147,7 @@ class Translator(Loops):
                 joined[name] = Unknown(f"which branches give different types ({kind(first)}, {kind(second)})")
             elif isinstance(first, tl.tensor) and isinstance(second, tl.tensor) and first.handle.shape:
                 buffer = self.emitter.new_buffer(first.handle)
+                self.emitter.keep_origin(buffer, second.handle)
                 tiles.append((buffer, first.handle, second.handle))
                 joined[name] = tl.tensor(buffer, first.type)
             else:
@@ -160,7 +164,10 @@ class Translator(Loops):
             phi = builder.phi(lane_of(first).type)
             phi.add_incoming(lane_of(first), one.end)
             phi.add_incoming(lane_of(second), other.end)
-            joined[name] = like(first, phi)
+            origin = None
+            if isinstance(first, tl.tensor):
+                origin = self.emitter.meet(first.handle, second.handle, (one.end, other.end))
+            joined[name] = like(first, phi, origin)
         frame.names = joined
 
 
@@ -172,32 +179,67 @@ class _Way:
     names: dict[str, Any]
 
 
-def translate(function: Any, arguments: dict[str, Any], name: str) -> tuple[str, list[str]]:
-    """LLVM text of a module whose function ``name`` runs a whole grid, and the messages of its error codes from 1 on.
+@dataclass(frozen=True, eq=False)
+class Translated:
+    """A kernel as LLVM code."""
 
-    ``arguments``: for each parameter either a Python object, known now, or an ``Argument``. The function takes an
-    array of i64, one for each ``Argument`` in order, and the three sizes of the grid as i32; it returns an i32, 0 if
-    all went well.
-    Raises ``Unsupported``.
+    text: str
+    """A module. Its function runs a whole grid: it takes an array of i64, one for each ``Argument`` in order and if
+    memory is checked the address of a table (``lookup``), and the three sizes of the grid as i32. It returns an i32,
+    0 if all went well."""
+    errors: list[str]
+    """What the codes that it can return mean, from 1 on."""
+    pointers: Sequence[str]
+    """Names of the pointer arguments, numbered from 1 on."""
+    sites: Sequence[Site] = ()
+    """If memory is checked: its accesses."""
+    stores: Sequence[int] = ()
+    """If memory is checked: for each pointer the bytes of its elements, or 0 if it is not known to be stored to."""
+
+
+def translate(function: Any, arguments: dict[str, Any], name: str, checking: Checking | None = None) -> Translated:
+    """A kernel, for ``arguments``: for each parameter a Python object, known now, or an ``Argument``.
+
+    ``name``: of the module's function. Raises ``Unsupported``.
     """
     module = ir.Module(name)
     given = [value for value in arguments.values() if isinstance(value, Argument)]
-    kinds = [INT32] * 6 + [value.lane_type for value in given]
-    program = ir.Function(module, ir.FunctionType(INT32, kinds), "program")
+    kinds = [value.lane_type for value in given] + [INT64] * (checking is not None)
+    program = ir.Function(module, ir.FunctionType(INT32, [INT32] * 6 + kinds), "program")
     program.linkage = "internal"
-    emitter = Emitter(program, lane_limits)
-    translator = Translator(emitter, program.args[:3], program.args[3:6])
-    lanes = iter(program.args[6:])
+    ids, grid = program.args[:3], program.args[3:6]
+    checked = None if checking is None else CheckedEmitter(program, checking, ids, grid, program.args[-1])
+    emitter = checked or Emitter(program, lane_limits)
+    translator = Translator(emitter, ids, grid)
+    if checked:
+        checked.where = translator.where
+    lanes, numbers = iter(program.args[6:]), count(1)
     names = {
-        key: value.value(next(lanes)) if isinstance(value, Argument) else value for key, value in arguments.items()
+        key: value.value(next(lanes), numbers) if isinstance(value, Argument) else value
+        for key, value in arguments.items()
     }
     source = source_of(function)
     translator.frames.append(Frame(source, names, inlined=False))
     if not translator.run(source.tree.body):
         emitter.builder.ret(ir.Constant(INT32, 0))
     emitter.close()
-    _launch(module, program, name, [value.lane_type for value in given])
-    return str(module), translator.errors
+    _launch(module, program, name, kinds)
+    pointers = [
+        (key, max(1, value.type.element_ty.primitive_bitwidth // 8))
+        for key, value in arguments.items()
+        if isinstance(value, Argument) and value.type.is_ptr()
+    ]
+    if checked is None:
+        return Translated(str(module), translator.errors, [name for name, _ in pointers])
+    if len(pointers) >= lookup.FIRST_KNOWN:
+        raise Unsupported(f"{len(pointers)} pointers, checked")
+    return Translated(
+        str(module),
+        translator.errors,
+        [name for name, _ in pointers],
+        checked.sites,
+        [bytes_ if number in checked.stored else 0 for number, (_, bytes_) in enumerate(pointers, 1)],
+    )
 
 
 @dataclass(frozen=True)
@@ -211,10 +253,12 @@ class Argument:
         """LLVM's type."""
         return INT64 if self.type.is_ptr() else ir.IntType(self.type.primitive_bitwidth)
 
-    def value(self, lane: Any) -> Any:
-        """The tensor that the kernel sees."""
-        pointee = ir.IntType(self.type.element_ty.primitive_bitwidth) if self.type.is_ptr() else None
-        return tl.tensor(Scalar(self.lane_type, (), pointee, value=lane), self.type)
+    def value(self, lane: Any, numbers: Iterator[int]) -> Any:
+        """The tensor that the kernel sees. A pointer takes the next of ``numbers``."""
+        if not self.type.is_ptr():
+            return tl.tensor(Scalar(self.lane_type, (), value=lane), self.type)
+        pointee = ir.IntType(self.type.element_ty.primitive_bitwidth)
+        return tl.tensor(Scalar(self.lane_type, (), pointee, value=lane, origin=next(numbers)), self.type)
 
 
 def _launch(module: Any, program: Any, name: str, types: Sequence[Any]) -> None:

@@ -33,9 +33,8 @@ KERNELS: dict[str, Callable[[int], Launch]] = {
     "k_gather_nvfp4": cache.gather("_dequantize_and_gather_k_nvfp4_kernel", NVFP4),
     "attention_prefill": attention.prefill,
     "attention_decode": attention.decode,
-    "attention_decode_split": attention.decode_split,
+    "attention_decode_gfx942": attention.decode_gfx942,
     "attention_decode_gfx950": attention.decode_gfx950,
     "attention_decode_bf16": attention.decode_bf16,
-    "attention_decode_reduce": attention.decode_reduce,
 }
 """Name to what builds a launch of a number of programs (of rows, where a kernel runs as one program)."""

@@ -22,16 +22,25 @@ I32, I64 = torch.int32, torch.int64
 
 @dataclass(frozen=True)
 class Launch:
-    """``run`` launches; ``written`` is what it writes, or has a prior value in; ``rounds`` is True where a float32 sum
-    is taken in an order of the executor's own."""
+    """``run`` launches; ``written`` is all that it changes; ``rounds`` is True where it adds float32 up in an order of
+    the executor's own."""
 
     run: Callable[[], Any]
     written: Sequence[torch.Tensor]
     rounds: bool = False
 
+    def agrees(self, other: Launch) -> bool:
+        """Whether the other wrote the same bytes: or, where it ``rounds``, bfloat16 that are a step apart at most, as
+        large as the largest has it."""
+        pairs = list(zip(self.written, other.written, strict=True))
+        if not self.rounds:
+            return all(torch.equal(one, another) for one, another in pairs)
+        floats = [(one.double(), another.double()) for one, another in pairs]
+        return all(bool(((one - another).abs() <= another.abs().max() * 2.0**-7).all()) for one, another in floats)
+
 
 class Batch:
-    """Requests that prefill after a hit: ``rows`` of them, ``query`` tokens each, in paged blocks."""
+    """Requests that are replaying, or have just done so: ``rows`` of them, ``query`` tokens each, in paged blocks."""
 
     def __init__(self, rows: int, query: int) -> None:
         self.random = random = np.random.default_rng(rows * 10007 + query)
@@ -40,7 +49,7 @@ class Batch:
         self.context = random.integers(0, 3 * WINDOW, rows)
         self.starts = tensor(np.arange(rows + 1) * query)
         self.lens = tensor(self.query + self.context)
-        self.replay_start = tensor(np.maximum(self.context - WINDOW, 0))
+        self.replay_start = tensor(np.maximum(self.context - random.integers(0, WINDOW + 1, rows), 0))
         self.requests = tensor(np.repeat(np.arange(rows), query))
         self.positions = tensor((self.context[:, None] + np.arange(query)).ravel(), I64)
         self.index = tensor(random.permutation(rows))
