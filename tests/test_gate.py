@@ -62,6 +62,18 @@ def test_off_without_model_runner_2_or_with_context_parallelism_and_no_cache():
     assert {(gate.prefix_cacheable, gate.replay_tokens) for gate in special} == {IN}
 
 
+def test_after_an_engine_has_run():
+    """It has vLLM read its environment once and for all."""
+    from vllm import envs
+
+    before = gates()
+    envs.enable_envs_cache()
+    try:
+        assert gates() == before
+    finally:
+        envs.disable_envs_cache()
+
+
 def _turn_on_where(version: int, patch: pytest.MonkeyPatch) -> None:
     """The layer takes a GPU of this CDNA version for one that is not AMD's, and so turns replay on."""
     from vllm.models.deepseek_v41 import attention

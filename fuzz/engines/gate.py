@@ -9,7 +9,6 @@ the answer. Relied upon: the decision looks at the config, the environment and t
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -51,7 +50,8 @@ def _ask(gate: Gate) -> Gate:
     config.cache_config.swa_bounded_replay = gate.asked
     config.cache_config.enable_prefix_caching = gate.prefix_caching
     config.parallel_config.prefill_context_parallel_size = gate.context_parallel
-    with mock.patch.dict(os.environ, {"VLLM_USE_V2_MODEL_RUNNER": str(int(gate.runner == 2))}):
+    # Not in the environment itself, which vLLM reads but once after an engine has run.
+    with mock.patch("vllm.envs.VLLM_USE_V2_MODEL_RUNNER", gate.runner == 2):
         spec = make_layer(config, gate.window).swa_cache_layer.get_kv_cache_spec(config)
     gate.prefix_cacheable, gate.replay_tokens = spec.prefix_cacheable, spec.prefix_replay_tokens
     return gate

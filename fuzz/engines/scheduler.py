@@ -79,7 +79,10 @@ class SchedulerEngine:
         return trace
 
     def _worker(self, case: Case, layout: Any, scheduler: Any) -> Worker:  # noqa: ARG002
-        return Worker(vllm_setup.vllm_config(case), layout, 0 if self._mode == "gpu" else ASK_EVERY)
+        window = case.geometry.window
+        # All consumers are there at such a window only: the combine kernel has one lane for each of its positions.
+        asked = self._mode != "gpu" and window & (window - 1) == 0
+        return Worker(vllm_setup.vllm_config(case), layout, ASK_EVERY if asked else 0)
 
     def run_bare(self, case: Case) -> None:
         """The same requests, events and tokens on vLLM's Scheduler with nobody looking on: the yardstick of speed."""
