@@ -136,9 +136,8 @@ def bench_engine(_profile: str) -> dict[str, Any]:
 
 
 def bench_triton(_profile: str) -> dict[str, Any]:
-    """Each kernel of the replay path compiled against Triton's interpreter, put right, which runs once; and what a row
-    of paged indices costs in a long launch against a short one; and what the memory checker costs. Takes minutes, nearly
-    all of them the interpreter's."""
+    """Each kernel of the replay path compiled against Triton's interpreter, put right, which runs once; what a row of
+    paged indices costs in a long launch against a short one; what the memory checker costs. Takes minutes."""
     from fuzz.run import CannotRun
 
     if triton_cpu.prepare("compiled") == "gpu":
