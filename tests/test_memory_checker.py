@@ -11,6 +11,7 @@ from launches import BOOL, F32, I32, I64, Arena, compiled
 import inspect
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fuzz.triton_cpu import checking
+from fuzz.triton_cpu import checking, measure
 from fuzz.triton_cpu.faults import MemoryFault, MemoryFaults
 
 
@@ -111,6 +112,30 @@ def test_only_the_first_faults_are_listed() -> None:
     assert "(and 31 more)" in str(caught.value)
     with checking():  # nothing of it is left
         _copy[(1,)](torch.zeros(4, dtype=I32), torch.zeros(4, dtype=I32), 0, 4, 0, SIZE=4)
+
+
+@triton.jit
+def _indirect(source, index, out, count, other, SIZE: tl.constexpr):
+    lane = tl.arange(0, SIZE)
+    place = tl.load(index + lane, mask=lane < count, other=other)
+    tl.store(out + lane, tl.load(source + place) + tl.load(source + place % 2))
+
+
+def test_equal_lanes_are_told_once() -> None:
+    """All lanes past the mask of the first load read one and the same place."""
+    source, index = torch.arange(10, 16, dtype=I32), torch.tensor([5, 3, 0, 1], dtype=I32)
+    out = torch.zeros(16, dtype=I32)
+    with checking():
+        _indirect[(1,)](source, index, out, 4, 2, SIZE=16)
+        assert out.tolist() == [26, 24, 20, 22, *[22] * 12]
+        _indirect[(1,)](source, index, out, 0, 3, SIZE=16)
+        assert out.tolist() == [24] * 16
+    (fault,) = faults_of(lambda: _indirect[(1,)](source, index, out, 3, 6, SIZE=16))
+    assert told(fault)[1:] == ((3,), "source", 6, "load")
+    assert out.tolist() == [26, 24, 20, *[10] * 13]
+    with checking():
+        _indirect[(1,)](source, torch.arange(6, dtype=I32).repeat(3), out, 18, 6, SIZE=16)
+    assert out.tolist() == [(20, 22, 22, 24, 24, 26)[lane % 6] for lane in range(16)]
 
 
 @triton.jit
@@ -428,3 +453,24 @@ def test_vllm_is_clean(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_triton_cpu, "agree", tensors.check)
     getattr(test_triton_cpu, name)()
     assert tensors.launches
+
+
+def test_the_benchmark_has_a_figure_for_each_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr(measure, "SECONDS", 0)
+    figures = measure.bench_checker()
+    kernels = measure.launches().keys()
+    assert {name for name in figures if name.startswith("checked")} == {f"checked_vs_plain_{name}" for name in kernels}
+    assert all(figure > 0 for figure in figures.values())
+
+
+@pytest.mark.parametrize("name", ["paged_indices", "block_tables", "slot_mappings"])
+def test_the_benchmark_is_checked(name: str) -> None:
+    """Its launches are clean, and would be told on if they were not."""
+    launch = measure.launches()[name]
+    with checking() as checker:
+        for known, tensor in launch.known.items():
+            checker.know(known, tensor)
+        launch.run()
+    with checking(), pytest.raises(MemoryFaults):
+        replace(launch, grid=tuple(size * 1000 for size in launch.grid)).run()

@@ -21,6 +21,7 @@ from llvmlite import ir
 
 from fuzz.triton_cpu import lookup
 from fuzz.triton_cpu.bounds import lane_limits
+from fuzz.triton_cpu.repeats import settle_distinct
 from fuzz.triton_cpu.tiles import (
     BOOL,
     INT32,
@@ -150,7 +151,8 @@ class CheckedEmitter(Emitter):
     # accesses
 
     def loaded(self, load: Load) -> None:
-        self.settle([load])
+        if not settle_distinct(self, load):
+            self.settle([load])
 
     def lanes(self, mask: Handle) -> Limits:
         return self.all_lanes(mask.shape) if self._checking.strict else super().lanes(mask)
