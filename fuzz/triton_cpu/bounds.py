@@ -15,7 +15,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from fuzz.triton_cpu.tiles import BOOL, INT32, INT64, Buffer, Emitter, Handle, Lanes, Limits, Load, Map, Scalar, View
+from fuzz.triton_cpu.emitter import Emitter
+from fuzz.triton_cpu.tiles import BOOL, INT32, INT64, Buffer, Handle, Lanes, Limits, Load, Map, Scalar, View
 
 Axes = tuple[int | None, ...]
 _FLIPPED = {"slt": "sgt", "sgt": "slt", "sle": "sge", "sge": "sle"}

@@ -21,9 +21,10 @@ from llvmlite import ir
 from triton._C.libtriton.ir import PROPAGATE_NAN, ROUNDING_MODE
 
 from fuzz.triton_cpu import floats, integers
+from fuzz.triton_cpu.emitter import Emitter
 from fuzz.triton_cpu.formats import NARROW
 from fuzz.triton_cpu.shapes import Joined, Reshaped, Slice, permuted, spread
-from fuzz.triton_cpu.tiles import BOOL, INT32, INT64, Emitter, Handle, Lanes, Map, Scalar, Unsupported, View
+from fuzz.triton_cpu.tiles import BOOL, INT32, INT64, Handle, Lanes, Map, Scalar, Unsupported, View
 
 
 @dataclass(frozen=True)

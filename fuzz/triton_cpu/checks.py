@@ -21,13 +21,13 @@ from llvmlite import ir
 
 from fuzz.triton_cpu import lookup
 from fuzz.triton_cpu.bounds import lane_limits
+from fuzz.triton_cpu.emitter import Emitter
 from fuzz.triton_cpu.repeats import settle_distinct
 from fuzz.triton_cpu.tiles import (
     BOOL,
     INT32,
     INT64,
     Buffer,
-    Emitter,
     Handle,
     Index,
     Limits,

@@ -19,10 +19,11 @@ from llvmlite import ir
 from triton.runtime.interpreter import InterpretedFunction
 
 from fuzz.triton_cpu.builder import Builder
+from fuzz.triton_cpu.emitter import Emitter
 from fuzz.triton_cpu.language import Language
 from fuzz.triton_cpu.operators import known, plain
 from fuzz.triton_cpu.source import Frame, source_of
-from fuzz.triton_cpu.tiles import BOOL, INT32, Emitter, Handle, Scalar, Unsupported
+from fuzz.triton_cpu.tiles import BOOL, INT32, Handle, Scalar, Unsupported
 
 _CALLABLE = (min, max, abs, len, int, float, bool, triton.cdiv, triton.next_power_of_2, tl.pointer_type)
 """Python functions that are called if all their arguments are known."""

@@ -15,7 +15,8 @@ from typing import Any
 from llvmlite import ir
 
 from fuzz.triton_cpu import floats
-from fuzz.triton_cpu.tiles import INT32, Buffer, Emitter, Handle, View
+from fuzz.triton_cpu.emitter import Emitter
+from fuzz.triton_cpu.tiles import INT32, Buffer, Handle, View
 
 _FLOAT = ir.FloatType()
 _LANES, _ROWS, _STEPS = 16, 4, 4

@@ -12,7 +12,8 @@ from typing import Any
 from llvmlite import ir
 
 from fuzz.triton_cpu.builder import Builder
-from fuzz.triton_cpu.tiles import BOOL, INT32, Buffer, Emitter, Handle, Index, Scalar
+from fuzz.triton_cpu.emitter import Emitter
+from fuzz.triton_cpu.tiles import BOOL, INT32, Buffer, Handle, Index, Scalar
 
 Combine = Callable[[Handle, Handle], Handle]
 _ACCUMULATORS, _CHUNK = 8, 128

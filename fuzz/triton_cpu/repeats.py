@@ -15,7 +15,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from fuzz.triton_cpu.tiles import INT32, Buffer, Emitter, Handle, Index, Lanes, Load, Memo
+from fuzz.triton_cpu.emitter import Emitter
+from fuzz.triton_cpu.tiles import INT32, Buffer, Handle, Index, Lanes, Load, Memo
 
 
 @dataclass(eq=False, kw_only=True)

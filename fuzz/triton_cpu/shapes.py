@@ -13,7 +13,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from fuzz.triton_cpu.tiles import INT32, Buffer, Emitter, Handle, Index, Load, Map, Memo, View
+from fuzz.triton_cpu.emitter import Emitter
+from fuzz.triton_cpu.tiles import INT32, Buffer, Handle, Index, Load, Map, Memo, View
 
 _COSTLY = frozenset(["div", "rem", "fdiv", "precise_divf", "exp", "exp2", "log", "log2"])
 """Names of operations that take longer than to keep what came out of them."""

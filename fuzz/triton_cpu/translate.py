@@ -21,11 +21,12 @@ from llvmlite import ir
 from fuzz.triton_cpu import lookup
 from fuzz.triton_cpu.bounds import lane_limits
 from fuzz.triton_cpu.checks import CheckedEmitter, Checking, Site
+from fuzz.triton_cpu.emitter import Emitter
 from fuzz.triton_cpu.liveness import reads
 from fuzz.triton_cpu.loops import Loops
 from fuzz.triton_cpu.operators import kind, lane_of, like, same
 from fuzz.triton_cpu.source import Frame, Unknown, source_of
-from fuzz.triton_cpu.tiles import INT32, INT64, Buffer, Emitter, Scalar, Unsupported
+from fuzz.triton_cpu.tiles import INT32, INT64, Buffer, Scalar, Unsupported
 
 
 class Translator(Loops):
