@@ -10,6 +10,7 @@ from launches import BOOL, I32, I64, Arena, agree, compiled, fuzzed, interpretin
 
 import importlib.util
 import inspect
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -848,6 +849,18 @@ def test_prepare_comes_before_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(RuntimeError, match="Triton was imported before"):
         prepare("interpreter")
+
+
+def test_a_triton_that_the_compiler_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None in sys.modules is how Python spells a module that cannot be imported."""
+    from fuzz import triton_cpu
+
+    original = InterpretedFunction.run
+    monkeypatch.delattr(triton_cpu, "executor")
+    monkeypatch.setitem(sys.modules, "fuzz.triton_cpu.executor", None)
+    with pytest.warns(RuntimeWarning, match=r"kernels run under Triton's interpreter, slowly: .*executor"):
+        assert prepare("compiled") == "interpreter"
+    assert InterpretedFunction.run is original
 
 
 def test_a_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

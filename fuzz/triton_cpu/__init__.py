@@ -10,6 +10,7 @@ between the two at any time. A kernel that cannot be compiled runs under the int
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import Counter
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
@@ -26,14 +27,21 @@ fallbacks: Counter[str] = Counter()
 def prepare(mode: Literal["compiled", "interpreter"]) -> Literal["compiled", "interpreter", "gpu"]:
     """Make vLLM's Triton kernels runnable here and say what will execute them.
 
-    Where vLLM runs on a GPU nothing is touched and the answer is "gpu". May be called again to change the mode.
+    Where vLLM runs on a GPU nothing is touched and the answer is "gpu". May be called again to change the mode. Where
+    Triton's internals are not those that the compiler knows, or llvmlite is missing, it is the interpreter, with a
+    warning.
     Raises ``RuntimeError`` if Triton was imported before, with its interpreter off.
     """
     if not runs_on_cpu():
         return "gpu"
     use_interpreter()
     if mode == "compiled":
-        install()
+        try:
+            install()
+        except (ImportError, AttributeError) as error:
+            # Python shows a warning of one text from one place once.
+            warnings.warn(f"kernels run under Triton's interpreter, slowly: {error}", RuntimeWarning, stacklevel=1)
+            return "interpreter"
     else:
         uninstall()
     return mode
