@@ -21,6 +21,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "replay": ("fuzz.replay", "run kept cases again: FIXED, FAILED or ERROR"),
     "sweep": ("fuzz.sweep", "hit tokens across prefix lengths, against published numbers"),
     "bench": ("fuzz.bench", "how fast it is, as ratios"),
+    "mutants": ("fuzz.mutants", "break vLLM on purpose, and see which invariant notices"),
     "compile": ("fuzz.compile", "vLLM's kernels as AMD machine code: do they compile, do they spill"),
 }
 """Command to (module, what it does)."""

@@ -23,8 +23,7 @@ from hypothesis.strategies import SearchStrategy
 from fuzz import corpus, options, report
 from fuzz.case import Case, encode
 from fuzz.engines.base import Engine, Refused
-from fuzz.run import REAL_WINDOW, Judged, Key, Tally, brisk, general, keep, open_engine, run_case
-from fuzz.strategies import cases, with_crowds, with_probe
+from fuzz.run import REAL_WINDOW, Judged, Key, Tally, brisk, general, keep, open_engine, run_case, strategy_for
 
 ROUND: Final = 1000
 """Examples in one Hypothesis run, whose memory of what it tried grows with each."""
@@ -215,11 +214,7 @@ def command(args: argparse.Namespace) -> int:
     number = random.randrange(1 << 32) if args.seed is None else args.seed
     seconds = args.time or (None if args.cases else DEFAULT_SECONDS)
     engine = open_engine(args.engine, apart=True)
-    strategy = cases(args.profile)
-    if engine.has_model:
-        strategy = with_probe(strategy)
-    elif engine.name == "kernels":
-        strategy = with_crowds(strategy)
+    strategy = strategy_for(engine, args.profile)
     explorer = Explorer(engine, strategy, number, args.cases, deadline=None if seconds is None else started + seconds)
     interrupted = False
     with report.Meter(f"{args.engine}, {args.profile}", args.cases, seconds, started) as explorer.progress:

@@ -149,6 +149,14 @@ def open_engine(name: str, apart: bool = False) -> Engine:
         raise CannotRun(f"engine '{name}' cannot run here: {error}{hint}") from error
 
 
+def strategy_for(engine: Engine, profile: str) -> SearchStrategy[Case]:
+    """Cases of a profile for an engine."""
+    plain = cases(profile)
+    if engine.has_model:
+        return with_probe(plain)
+    return with_crowds(plain) if engine.name == "kernels" else plain
+
+
 def brisk(case: Case, number: int) -> bool:
     """Whether the ``number``-th case of a long run is to be run without what costs the engine most.
 

@@ -18,6 +18,7 @@ FLOORS = (
     {"fuzz.strategies", "fuzz.corpus", "fuzz.edges", "fuzz.known", "fuzz.probe"},
     {"fuzz.engines"},
     {"fuzz.run"},
+    {"fuzz.hunt"},
     {"fuzz.options"},
     {"fuzz.report"},
     {"fuzz.explore", "fuzz.replay", "fuzz.doctor", "fuzz.sweep", "fuzz.bench", "fuzz.compile"},
