@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
 """Hunts one mutant: this process breaks vLLM, then runs generated cases until an invariant says so.
 
-``python -m fuzz.hunt FILE ID ENGINE CASES SEED`` prints what came of it as one line of JSON. Seeds of the corpus are left
-out: they are known to be good cases, and a mutant shall be found by cases that nobody has chosen. ``mutants.py`` starts
-one such process a mutant and engine.
+``python -m fuzz.hunt FILE ID ENGINE CASES SEED`` prints what came of it as one line of JSON. Seeds of the corpus are
+left out: they are known to be good cases, and a mutant shall be found by cases that nobody has chosen. ``mutants.py``
+starts one such process a mutant and engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def hunt(engine: Any, cases: int, number: int) -> Hunted:
     from hypothesis import HealthCheck, Phase, given, seed, settings
 
     from fuzz.engines.base import Refused
-    from fuzz.run import run_case, strategy_for
+    from fuzz.run import OWN_FAULT, run_case, strategy_for
 
     found, started = Hunted(), time.monotonic()
 
@@ -60,7 +60,10 @@ def hunt(engine: Any, cases: int, number: int) -> Hunted:
         found.cases += 1
         found.seconds = round(time.monotonic() - started, 3)
         if judged.violations:
-            found.invariant, found.message = judged.violations[0].invariant, str(judged.violations[0])
+            first = judged.violations[0]
+            if first.invariant == OWN_FAULT:
+                found.error = f"replaycheck failed: {first.message.splitlines()[-1]}"
+            found.invariant, found.message = first.invariant, str(first)
 
     every()
     return found

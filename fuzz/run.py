@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from hypothesis.strategies import SearchStrategy
 
 from fuzz import corpus, known
 from fuzz.case import Case, Provenance
@@ -27,6 +28,7 @@ from fuzz.edges import edges
 from fuzz.engines import ENGINES, IN_A_CHILD, load
 from fuzz.engines.base import Engine, Refused, Unavailable, site_of
 from fuzz.engines.child import ChildEngine
+from fuzz.strategies import cases, with_crowds, with_probe
 from invariants import judge
 from invariants.dense import tolerance
 from invariants.outputs import drift
