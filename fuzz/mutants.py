@@ -61,14 +61,11 @@ def command(args: argparse.Namespace) -> int:
         raise CannotRun(f"no mutant in {args.file} names engine {args.engine}")
     results: list[Result] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for result in pool.map(lambda job: _hunt(args.file, *job, args.cases, args.seed), jobs):
+        for result in pool.map(lambda job: _hunt(args.file, job[0], job[1], args.cases, args.seed), jobs):
             results.append(result)
             print(f"replaycheck: {_line(result)}", file=sys.stderr, flush=True)
     _print(results)
     options.write_json(args.json, [_json(result) for result in results])
-    for result in results:
-        if result.hunted.error:
-            report.warn(result.hunted.error)
     if any(result.hunted.error for result in results):
         return 2
     return 1 if any(result.hunted.invariant is None for result in results) else 0

@@ -15,13 +15,12 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     {"invariants", "fuzz.triton_cpu", "fuzz.amdgcn"},
     {"fuzz.case"},
-    {"fuzz.strategies", "fuzz.corpus", "fuzz.edges", "fuzz.known", "fuzz.probe"},
+    {"fuzz.strategies", "fuzz.corpus", "fuzz.edges", "fuzz.known", "fuzz.probe", "fuzz.mutation"},
     {"fuzz.engines"},
     {"fuzz.run"},
-    {"fuzz.hunt"},
-    {"fuzz.options"},
+    {"fuzz.hunt", "fuzz.options"},
     {"fuzz.report"},
-    {"fuzz.explore", "fuzz.replay", "fuzz.doctor", "fuzz.sweep", "fuzz.bench", "fuzz.compile"},
+    {"fuzz.explore", "fuzz.replay", "fuzz.doctor", "fuzz.sweep", "fuzz.bench", "fuzz.compile", "fuzz.mutants"},
     {"fuzz.cli"},
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
