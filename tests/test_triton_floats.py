@@ -40,12 +40,28 @@ def interpreter() -> Iterator[None]:
 def _ordered(values: np.ndarray) -> np.ndarray:
     """Integers that neighbouring floats differ in by one; both zeros are 0."""
     bits = values.view(np.int32 if values.dtype == np.float32 else np.int64)
-    return np.where(bits < 0, np.iinfo(bits.dtype).min - bits, bits).astype(np.float64)
+    return np.where(bits < 0, np.iinfo(bits.dtype).min - bits, bits).astype(np.int64)
+
+
+def _steps(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """uint64: how many floats apart. A float64 has no room for the integers of two float64s."""
+    x, y = _ordered(x), _ordered(y)
+    return np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64)
 
 
 def within(ulps: int) -> Near:
     """Values this near, or both NaN."""
-    return lambda x, y: (abs(_ordered(x) - _ordered(y)) <= ulps) | (np.isnan(x) & np.isnan(y))
+    return lambda x, y: (_steps(x, y) <= ulps) | (np.isnan(x) & np.isnan(y))
+
+
+def test_steps_by_hand():
+    """Neighbours are one apart, the two largest of both signs nearly all of 2**64."""
+    for dtype in (np.float32, np.float64):
+        x = np.array([4.05, -0.0, 1.0, -1.0], dtype)
+        assert _steps(x, x).tolist() == [0] * 4
+        assert _steps(x, np.nextafter(x, dtype(9))).tolist() == [1] * 4
+    least, most = np.array([-np.finfo(float).max]), np.array([np.finfo(float).max])
+    assert _steps(least, most).tolist() == [2 * int(most.view(np.int64)[0])]
 
 
 def same(x: np.ndarray, y: np.ndarray) -> np.ndarray:
