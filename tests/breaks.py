@@ -245,6 +245,9 @@ HIT_BREAKS: dict[str, tuple[str, str, Break]] = {
     "a query counted twice": (
         "hit-count", "metric prefix_cache_queries", lambda t: t.metrics.update(prefix_cache_queries=36),
     ),
+    "a client is told of the hit after the rewind": (
+        "hit-count", "metric cached_tokens", lambda t: t.metrics.update(cached_tokens=4),
+    ),
     "a first hit counted as one after a preemption": (
         "hit-count", "metric preempted_hits", lambda t: t.metrics.update(preempted_hits=8),
     ),

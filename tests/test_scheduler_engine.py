@@ -41,7 +41,12 @@ def test_a_hit_is_replayed_from_its_last_window(engine: Engine) -> None:
     assert paged.first.tolist() == [12, 12, 12, 12, 13, 14, 15, 16]
     assert (paged.cell_writer == 1).all()
     assert (paged.cell_written == paged.cell_position).all()
-    assert trace.metrics == {"prefix_cache_queries": 41, "prefix_cache_hits": 16, "preempted_hits": 0}
+    assert trace.metrics == {
+        "prefix_cache_queries": 41,
+        "prefix_cache_hits": 16,
+        "preempted_hits": 0,
+        "cached_tokens": 16,
+    }
 
 
 def test_events_take_effect(engine: Engine) -> None:

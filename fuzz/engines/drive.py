@@ -46,7 +46,7 @@ class Driver:
         self.scheduler = scheduler
         self.outputs: list[list[int]] = [[] for _ in case.requests]
         self.ends: list[Literal["length", "abort"] | None] = [None] * len(case.requests)
-        self.metrics = {"prefix_cache_queries": 0, "prefix_cache_hits": 0, "preempted_hits": 0}
+        self.metrics = {"prefix_cache_queries": 0, "prefix_cache_hits": 0, "preempted_hits": 0, "cached_tokens": 0}
         self.step = 0
         self.prompts = [request.tokens() for request in case.requests]
         self.case = case
@@ -177,3 +177,5 @@ class Driver:
                 self.metrics["prefix_cache_queries"] += stats.queries
                 self.metrics["prefix_cache_hits"] += stats.hits
                 self.metrics["preempted_hits"] += stats.preempted_hits
+            told = [one.prefill_stats for one in output.outputs if one.prefill_stats]
+            self.metrics["cached_tokens"] += sum(stats.num_cached_tokens for stats in told)
