@@ -58,7 +58,11 @@ class Driver:
     def run(self, look: Callable[[Scheduled], None]) -> None:
         """To the end of the case; ``look`` sees each step before its output. Raises ``Hung``, and what vLLM raises."""
         arrivals = sorted(self.case.requests, key=lambda request: request.arrive)[::-1]
-        idle = 0
+        idle = stuck = 0
+        done = self._done()
+        # The request that has run longest computes a token in each step, and only an event takes it back to its start.
+        lengths = sum(len(request) + request.max_tokens for request in self.case.requests)
+        most = IDLE_STEPS + (1 + len(self.case.events)) * lengths
         while arrivals or self._live:
             if not self._live:
                 self.step = max(self.step, arrivals[-1].arrive)
@@ -70,7 +74,17 @@ class Driver:
             idle = 0 if scheduled.output.total_num_scheduled_tokens or arrivals else idle + 1
             if idle == IDLE_STEPS:
                 raise Hung(f"nothing was scheduled in {idle} steps while {', '.join(self._live)} waited")
+            before, done = done, self._done()
+            stuck = 0 if done > before or arrivals else stuck + 1
+            if stuck == most:
+                raise Hung(
+                    f"no token came out in {stuck} steps, though some were scheduled for {', '.join(self._live)}"
+                )
             self.step += 1
+
+    def _done(self) -> int:
+        """Tokens that came out, and requests that ended."""
+        return sum(map(len, self.outputs)) + sum(end is not None for end in self.ends)
 
     def _add(self, name: str) -> None:
         from vllm.v1.request import Request
