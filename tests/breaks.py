@@ -210,6 +210,10 @@ WRITE_BREAKS: dict[str, tuple[str, str, Break]] = {
     "a window block comes back": (
         "write-fence", "group 1, table", lambda t: put(table(t, WINDOW, 1, step=4), 0, 20),
     ),
+    "a replay allocates a block too many": (
+        "write-fence", "group 0, table",
+        lambda t: t.steps[4].tables[CACHEABLE].__setitem__(1, np.append(table(t, CACHEABLE, 1, step=4), 30)),
+    ),
     "a table shrinks": (
         "write-fence", "group 1, table",
         lambda t: t.steps[4].tables[WINDOW].__setitem__(1, table(t, WINDOW, 1, step=4)[:-1]),
