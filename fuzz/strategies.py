@@ -233,8 +233,15 @@ def _add_probe(case: Case, probe: Probe, asks: int | None) -> Case:
 
 
 def with_crowds(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
-    """The same cases, one in a hundred with its last request a thousand times: more rows than a block of a kernel."""
-    return st.builds(_crowd, plain, st.integers(0, 99).map(lambda n: 1030 if n == 57 else 0))
+    """The same cases, one in a hundred with its last request a thousand times: more rows than a block of a kernel.
+    One in five has a few more: more prefills in a step than ``PREFILL_CHUNK_SIZE`` of the ROCm layer, which is 4."""
+    return st.builds(_crowd, plain, st.integers(0, 99).map(_copies))
+
+
+def _copies(number: int) -> int:
+    if number == 57:
+        return 1030
+    return 2 + number % 7 if number >= 80 else 0
 
 
 def _crowd(case: Case, copies: int) -> Case:

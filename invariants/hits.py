@@ -88,10 +88,12 @@ def _metrics(view: View) -> Iterator[Violation]:
         return  # a step that broke off was never counted
     # Who looks nothing up is not counted.
     lives = [life for life in view.trace.admissions if view.trace.requests[life.request].reads_cache]
+    answered = [life for life in lives if len(view.trace.requests[life.request].output)]
     for name, wanted in (
         ("prefix_cache_queries", sum(life.tokens for life in lives if not life.resumed)),
         ("prefix_cache_hits", sum(life.hit for life in lives if not life.resumed)),
         ("preempted_hits", sum(life.hit for life in lives if life.resumed)),
+        ("cached_tokens", sum(life.hit for life in answered if not life.resumed)),
     ):
         seen = view.trace.metrics.get(name, wanted)
         if seen != wanted:

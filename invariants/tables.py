@@ -62,6 +62,20 @@ def growth(view: View) -> Iterator[Violation]:
             yield view.violation("write-fence", f"group {group}, table", (index, None), message, *lengths)
 
 
+def extent(view: View) -> Iterator[Violation]:
+    """A table reaches to the end of its row's hit or chunk, whichever is later: a chunk that ends inside the replayed
+    range allocates nothing new (CONTRACT 10)."""
+    end = np.maximum(view.hit, view.computed + view.scheduled)
+    for group, table in enumerate(view.tables):
+        most = -(-end // table.block_size)
+        for row, more in examples(table.length > most):
+            message = f"the table in group {group} has {table.length[row]} blocks, for {end[row]} tokens{more}"
+            expected = f"at most {most[row]}"
+            yield view.violation(
+                "write-fence", f"group {group}, table", (row, None), message, expected, table.length[row]
+            )
+
+
 def _entry(view: View, group: int, row: int, column: int) -> str:
     table = view.tables[group]
     block = table.blocks[table.offset[row] + column]

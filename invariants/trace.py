@@ -282,7 +282,8 @@ class Trace:
     faults: list[Fault] = field(default_factory=list)
     metrics: dict[str, int] = field(default_factory=dict)
     """"prefix_cache_queries" and "prefix_cache_hits" in tokens, first admissions only; "preempted_hits" in tokens for
-    those after a preemption. A metric that the engine does not have is absent."""
+    those after a preemption; "cached_tokens", which clients are told with the first token of a request that has any.
+    A metric that the engine does not have is absent."""
     probe: Probe | None = None
     """None where no model runs."""
     arms: dict[str, list[Outputs | None]] = field(default_factory=dict)

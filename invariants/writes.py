@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from invariants.tables import growth, owners
+from invariants.tables import extent, growth, owners
 from invariants.trace import NULL_BLOCK, PAD_SLOT, BoolArray, Violation
 from invariants.view import Stores, View, compare, examples, key, unkey
 
@@ -39,6 +39,7 @@ def write_fence(view: View) -> Iterator[Violation]:
         yield from _collisions(view, stores, site, stores.slot >= spec.block_size)
     yield from owners(view)
     yield from growth(view)
+    yield from extent(view)
 
 
 def _coverage(view: View, stores: Stores, site: str) -> Iterator[Violation]:

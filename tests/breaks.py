@@ -210,6 +210,10 @@ WRITE_BREAKS: dict[str, tuple[str, str, Break]] = {
     "a window block comes back": (
         "write-fence", "group 1, table", lambda t: put(table(t, WINDOW, 1, step=4), 0, 20),
     ),
+    "a replay allocates a block too many": (
+        "write-fence", "group 0, table",
+        lambda t: t.steps[4].tables[CACHEABLE].__setitem__(1, np.append(table(t, CACHEABLE, 1, step=4), 30)),
+    ),
     "a table shrinks": (
         "write-fence", "group 1, table",
         lambda t: t.steps[4].tables[WINDOW].__setitem__(1, table(t, WINDOW, 1, step=4)[:-1]),
@@ -244,6 +248,9 @@ HIT_BREAKS: dict[str, tuple[str, str, Break]] = {
     ),
     "a query counted twice": (
         "hit-count", "metric prefix_cache_queries", lambda t: t.metrics.update(prefix_cache_queries=36),
+    ),
+    "a client is told of the hit after the rewind": (
+        "hit-count", "metric cached_tokens", lambda t: t.metrics.update(cached_tokens=4),
     ),
     "a first hit counted as one after a preemption": (
         "hit-count", "metric preempted_hits", lambda t: t.metrics.update(preempted_hits=8),

@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 
 from fuzz import corpus
 from fuzz.case import Case, Request
 from fuzz.engines.base import Engine
+from fuzz.engines.consumers import NOWHERE, rows
 from fuzz.strategies import cases
 from invariants import judge
 from invariants.trace import NULL_BLOCK, Geometry, Trace
@@ -122,6 +124,13 @@ def test_what_padding_gathers_is_seen(kernels: Engine, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(DeepseekSparseSWAMetadataBuilder, "build", broken)
     assert ("gather-window", "paged-index") in {(found.invariant, found.site) for found in judge(kernels.run(TWO))}
+
+
+def test_a_bound_past_the_end_of_a_ragged_list_points_nowhere():
+    """It would read what lies behind the list; a broken vLLM is no failure of ours."""
+    dense, lens = rows(torch.tensor([7, 8, 9]), torch.tensor([0, 2, 4]), 3)
+    assert dense.tolist() == [[7, 8, -1], [9, NOWHERE, -1]]
+    assert lens.tolist() == [2, 2]
 
 
 def test_an_idle_rank_is_seen(kernels: Engine, monkeypatch: pytest.MonkeyPatch):

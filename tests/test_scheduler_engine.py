@@ -41,7 +41,12 @@ def test_a_hit_is_replayed_from_its_last_window(engine: Engine) -> None:
     assert paged.first.tolist() == [12, 12, 12, 12, 13, 14, 15, 16]
     assert (paged.cell_writer == 1).all()
     assert (paged.cell_written == paged.cell_position).all()
-    assert trace.metrics == {"prefix_cache_queries": 41, "prefix_cache_hits": 16, "preempted_hits": 0}
+    assert trace.metrics == {
+        "prefix_cache_queries": 41,
+        "prefix_cache_hits": 16,
+        "preempted_hits": 0,
+        "cached_tokens": 16,
+    }
 
 
 def test_events_take_effect(engine: Engine) -> None:
@@ -151,3 +156,22 @@ def test_the_worker_reads_and_writes_what_the_contract_says(engine: Engine, case
     except Refused:
         return
     assert cells(alone) == cells(engine.run(case))
+
+
+def test_a_case_that_goes_round_in_circles_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    """A scheduler that takes a request back to its start after each chunk: no step is idle."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    schedule = Scheduler.schedule
+
+    def broken(self: Scheduler, *args: object) -> object:
+        for request in list(self.running):
+            self.running.remove(request)
+            self._preempt_request(request, 0.0)
+        self.reset_prefix_cache()
+        return schedule(self, *args)
+
+    monkeypatch.setattr(Scheduler, "schedule", broken)
+    trace = engine.run(case(Request(id="a", arrive=0, prompt=(("s", 0, 20),))))
+    assert [fault.kind for fault in trace.faults] == ["hang"]
+    assert "no token came out" in trace.faults[0].message

@@ -129,11 +129,13 @@ def test_the_other_profiles_reach_the_edges_that_small_cannot(engine: Engine) ->
 
 def test_crowds_fit_into_a_step_and_into_a_file():
     crowds = [case for case in sample(with_crowds(cases("small")), 600) if len(case.requests) > 8]
-    assert crowds
+    sizes = set()
     for case in crowds:
         copies = [request for request in case.requests if request.id.startswith("copy")]
-        assert len(copies) == 1030
+        sizes.add(len(copies))
         assert len({request.prompt for request in copies}) == 1
-        assert case.geometry.max_num_seqs > 1030
+        assert case.geometry.max_num_seqs > len(copies)
         assert case.geometry.max_num_batched_tokens > sum(map(len, copies))
         assert decode(encode(case)) == case
+    assert 1030 in sizes
+    assert any(4 < size < 9 for size in sizes)  # a chunk of the ROCm layer's prefills has four

@@ -72,13 +72,17 @@ def _ragged(metadata: Any, window: int) -> IndexList:
 
 
 def rows(ragged: Any, indptr: Any, window: int) -> tuple[IntArray, IntArray]:
-    """[queries, W] and [queries] of a ragged list, which is None if there are no queries."""
+    """[queries, W] and [queries] of a ragged list, which is None if there are no queries. Bounds may be wrong."""
     if ragged is None:
         return np.zeros((0, window), np.int32), np.zeros(0, np.int32)
     bounds = indptr.numpy()
-    lens = np.diff(bounds)
+    lens = np.maximum(np.diff(bounds), 0)
     dense = np.full((len(lens), max(window, int(lens.max(initial=0)))), PAD_SLOT, np.int32)
-    dense[np.arange(dense.shape[1]) < lens[:, None]] = ragged.numpy()[bounds[0] : bounds[-1]]
+    row, lane = np.nonzero(np.arange(dense.shape[1]) < lens[:, None])
+    entry, listed = bounds[row] + lane, ragged.numpy()
+    inside = (entry >= 0) & (entry < len(listed))
+    dense[row[inside], lane[inside]] = listed[entry[inside]]
+    dense[row[~inside], lane[~inside]] = NOWHERE
     return dense, lens
 
 

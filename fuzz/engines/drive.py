@@ -46,7 +46,7 @@ class Driver:
         self.scheduler = scheduler
         self.outputs: list[list[int]] = [[] for _ in case.requests]
         self.ends: list[Literal["length", "abort"] | None] = [None] * len(case.requests)
-        self.metrics = {"prefix_cache_queries": 0, "prefix_cache_hits": 0, "preempted_hits": 0}
+        self.metrics = {"prefix_cache_queries": 0, "prefix_cache_hits": 0, "preempted_hits": 0, "cached_tokens": 0}
         self.step = 0
         self.prompts = [request.tokens() for request in case.requests]
         self.case = case
@@ -58,7 +58,11 @@ class Driver:
     def run(self, look: Callable[[Scheduled], None]) -> None:
         """To the end of the case; ``look`` sees each step before its output. Raises ``Hung``, and what vLLM raises."""
         arrivals = sorted(self.case.requests, key=lambda request: request.arrive)[::-1]
-        idle = 0
+        idle = stuck = 0
+        done = self._done()
+        # The request that has run longest computes a token in each step, and only an event takes it back to its start.
+        lengths = sum(len(request) + request.max_tokens for request in self.case.requests)
+        most = IDLE_STEPS + (1 + len(self.case.events)) * lengths
         while arrivals or self._live:
             if not self._live:
                 self.step = max(self.step, arrivals[-1].arrive)
@@ -70,7 +74,17 @@ class Driver:
             idle = 0 if scheduled.output.total_num_scheduled_tokens or arrivals else idle + 1
             if idle == IDLE_STEPS:
                 raise Hung(f"nothing was scheduled in {idle} steps while {', '.join(self._live)} waited")
+            before, done = done, self._done()
+            stuck = 0 if done > before or arrivals else stuck + 1
+            if stuck == most:
+                raise Hung(
+                    f"no token came out in {stuck} steps, though some were scheduled for {', '.join(self._live)}"
+                )
             self.step += 1
+
+    def _done(self) -> int:
+        """Tokens that came out, and requests that ended."""
+        return sum(map(len, self.outputs)) + sum(end is not None for end in self.ends)
 
     def _add(self, name: str) -> None:
         from vllm.v1.request import Request
@@ -177,3 +191,5 @@ class Driver:
                 self.metrics["prefix_cache_queries"] += stats.queries
                 self.metrics["prefix_cache_hits"] += stats.hits
                 self.metrics["preempted_hits"] += stats.preempted_hits
+            told = [one.prefill_stats for one in output.outputs if one.prefill_stats]
+            self.metrics["cached_tokens"] += sum(stats.num_cached_tokens for stats in told)
