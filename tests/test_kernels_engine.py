@@ -82,6 +82,17 @@ def test_one_token_that_extends_a_replay_has_its_bound(kernels: Engine):
     assert (paged.first.tolist(), paged.last.tolist()) == ([5], [8])
 
 
+def test_a_replay_token_by_token_runs_as_decodes_with_its_bound(kernels: Engine, monkeypatch: pytest.MonkeyPatch):
+    """As if gfx942's fused decode metadata ignored replay_start: only here does the bound bind in decodes alone."""
+    from fuzz.engines.rocm import RocmBuilders
+
+    case, build = seed("replays-token-by-token"), RocmBuilders.build_fused
+    assert judge(kernels.run(case)) == []
+    monkeypatch.setattr(RocmBuilders, "build_fused", lambda self, common, start: build(self, common, start * 0))
+    found = {(violation.invariant, violation.site) for violation in judge(kernels.run(case))}
+    assert found >= {("gather-floor", "fused-decode"), ("gather-agree", "fused-decode")}
+
+
 def test_more_rows_than_a_block_of_a_kernel(kernels: Engine):
     trace = kernels.run(seed("more-than-1024-rows"))
     assert max(len(step.request) for step in trace.steps) == 1050
