@@ -20,8 +20,8 @@ def gather_agree(view: View) -> Iterator[Violation]:
     """Consumers that read for the same query read the same positions, and for a row what they read for its queries."""
     # Layers of decoder-side replay that have a bound of their own are another matter.
     consumers = [reads for reads in view.reads if reads.per == "query" and reads.floor is view.floor]
-    if not consumers:
-        return
+    if not consumers or len(view.reads) < 2:
+        return  # nobody to disagree with
     extents = [_extent(reads) for reads in consumers]
     keys, first, last = (np.concatenate(arrays) for arrays in zip(*extents, strict=True))
     who = np.repeat(np.arange(len(consumers)), [len(extent[0]) for extent in extents])
