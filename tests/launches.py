@@ -69,6 +69,13 @@ class Arena:
         return self.put(self.random.integers(low, high + 1, shape), dtype)
 
 
+@pytest.fixture(autouse=True)
+def interpreter() -> Iterator[None]:
+    """For a module that imports it: each of its tests starts under the interpreter, whatever an engine installed."""
+    with interpreting():
+        yield
+
+
 @contextmanager
 def compiled() -> Iterator[None]:
     """Launches inside are compiled, and none may fall back."""

@@ -8,11 +8,11 @@ those).
 
 from __future__ import annotations
 
-from launches import I64, Arena, agree, compiled, fuzzed, interpreting
+from launches import I64, Arena, agree, compiled, fuzzed
+from launches import interpreter as interpreter
 
 # isort: split
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,12 +32,6 @@ seeds = st.integers(0, 1 << 20)
 slow = settings(fuzzed, max_examples=8)
 """The interpreter takes tens of milliseconds a token."""
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-
-
-@pytest.fixture(autouse=True)
-def interpreter() -> Iterator[None]:
-    with interpreting():
-        yield
 
 
 @pytest.mark.parametrize("name", KERNELS)

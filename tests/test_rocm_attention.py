@@ -13,11 +13,11 @@ result is again.
 
 from __future__ import annotations
 
-from launches import F32, I32, Arena, compiled, fuzzed, interpreting
+from launches import F32, I32, Arena, compiled, fuzzed
+from launches import interpreter as interpreter
 
 # isort: split
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,12 +35,6 @@ SCALE = HEAD**-0.5
 seeds, heads = st.integers(0, 1 << 20), st.sampled_from([1, 3, 16, 20])
 counts = st.lists(st.integers(0, 70), min_size=1, max_size=3)
 slow = settings(fuzzed, max_examples=6)
-
-
-@pytest.fixture(autouse=True)
-def interpreter() -> Iterator[None]:
-    with interpreting():
-        yield
 
 
 class Lists:

@@ -4,14 +4,14 @@
 
 from __future__ import annotations
 
-from launches import BOOL, I32, I64, Arena, agree, compiled, fuzzed, interpreting
+from launches import BOOL, I32, I64, Arena, agree, compiled, fuzzed
+from launches import interpreter as interpreter
 
 # isort: split
 
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,6 @@ from fuzz.triton_cpu import fallbacks, install, prepare, uninstall
 from fuzz.triton_cpu.executor import KernelFallback
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-
-
-@pytest.fixture(autouse=True)
-def interpreter() -> Iterator[None]:
-    with interpreting():
-        yield
 
 
 # vLLM's kernels

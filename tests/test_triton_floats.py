@@ -8,10 +8,10 @@ The interpreter's ``exp`` and ``log`` are NumPy's, which are some ulp off; ours 
 from __future__ import annotations
 
 from launches import BOOL, F32, F64, I32, I64, Arena, Near, agree, compiled, fuzzed, interpreting
+from launches import interpreter as interpreter
 
 # isort: split
 
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -29,12 +29,6 @@ SPECIAL = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 3.4e38,
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning", "ignore:All-NaN:RuntimeWarning")
 seeds = st.integers(0, 1 << 20)
 floats = st.sampled_from([F32, F64])
-
-
-@pytest.fixture(autouse=True)
-def interpreter() -> Iterator[None]:
-    with interpreting():
-        yield
 
 
 def _ordered(values: np.ndarray) -> np.ndarray:

@@ -4,11 +4,11 @@
 
 from __future__ import annotations
 
-from launches import BOOL, F32, F64, I32, I64, Arena, agree, compiled, fuzzed, interpreting
+from launches import BOOL, F32, F64, I32, I64, Arena, agree, compiled, fuzzed
+from launches import interpreter as interpreter
 
 # isort: split
 
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,12 +19,6 @@ from hypothesis import strategies as st
 
 seeds = st.integers(0, 1 << 20)
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-
-
-@pytest.fixture(autouse=True)
-def interpreter() -> Iterator[None]:
-    with interpreting():
-        yield
 
 
 BF16, F16, E4M3, FNUZ = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz

@@ -4,11 +4,11 @@
 
 from __future__ import annotations
 
-from launches import F32, F64, Arena, agree, compiled, fuzzed, interpreting
+from launches import F32, F64, Arena, agree, compiled, fuzzed
+from launches import interpreter as interpreter
 
 # isort: split
 
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -25,12 +25,6 @@ BF16, F16, E4M3, FNUZ = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torc
 floats = st.sampled_from([F32, F64])
 seeds = st.integers(0, 1 << 20)
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-
-
-@pytest.fixture(autouse=True)
-def interpreter() -> Iterator[None]:
-    with interpreting():
-        yield
 
 
 # sums along one of several axes, and products

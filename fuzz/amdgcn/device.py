@@ -14,10 +14,9 @@ import importlib.util
 import os
 import sys
 import types
-from importlib.machinery import ModuleSpec
-from typing import Any
 
 from fuzz.amdgcn import ARCHS, Unavailable
+from fuzz.triton_cpu.rocm import amdsmi
 
 
 def pretend(arch: str) -> None:
@@ -30,7 +29,7 @@ def pretend(arch: str) -> None:
         if importlib.util.find_spec(needed) is None:
             raise Unavailable(f"{needed} is not installed")
     _use_amd_backend(arch)
-    sys.modules["amdsmi"] = _Amdsmi(arch)
+    sys.modules["amdsmi"] = amdsmi(arch)
 
     import torch
 
@@ -60,25 +59,3 @@ def _use_amd_backend(arch: str) -> None:
             get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda _device: 0
         )
     )
-
-
-class _Amdsmi(types.ModuleType):
-    """AMD's management library, with one GPU. Any function that is not below gives None."""
-
-    AmdSmiException = type("AmdSmiException", (Exception,), {})
-
-    def __init__(self, arch: str) -> None:
-        super().__init__("amdsmi")
-        self.__spec__ = ModuleSpec("amdsmi", None)
-        self._arch = arch
-
-    def amdsmi_get_processor_handles(self) -> list[str]:
-        return ["gpu"]
-
-    def amdsmi_get_gpu_asic_info(self, _handle: str) -> dict[str, str]:
-        return {"target_graphics_version": self._arch}
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *_: None

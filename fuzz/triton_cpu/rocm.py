@@ -20,6 +20,7 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.machinery import ModuleSpec
 from itertools import islice
 from typing import Any, Literal
 
@@ -84,7 +85,7 @@ def _installed(own: dict[str, types.ModuleType], architecture: Architecture) -> 
         sys.modules.pop(name, None)
     for name, module in own.items():
         _put(name, module, module)
-    sys.modules["amdsmi"] = _amdsmi(architecture)
+    sys.modules["amdsmi"] = amdsmi(architecture)
     size = len(sys.modules)
     try:
         if not own:
@@ -129,10 +130,11 @@ def _put(name: str, module: types.ModuleType | None, attribute: object) -> None:
 
 
 @cache
-def _amdsmi(architecture: Architecture) -> types.ModuleType:
+def amdsmi(architecture: str) -> types.ModuleType:
     """AMD's system management library, as far as it is asked for the GPU's name."""
     library = types.ModuleType("amdsmi")
     module: Any = library
+    module.__spec__ = ModuleSpec("amdsmi", None)
     module.AmdSmiException = RuntimeError
     module.amdsmi_init = module.amdsmi_shut_down = lambda: None
     module.amdsmi_get_processor_handles = lambda: [0]
