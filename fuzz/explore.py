@@ -22,8 +22,9 @@ from hypothesis.strategies import SearchStrategy
 
 from fuzz import corpus, options, report
 from fuzz.case import Case, encode
+from fuzz.corners import cases_for
 from fuzz.engines.base import Engine, Refused
-from fuzz.run import REAL_WINDOW, Judged, Key, Tally, brisk, general, keep, open_engine, run_case, strategy_for
+from fuzz.run import REAL_WINDOW, Judged, Key, Tally, brisk, general, keep, open_engine, run_case
 
 ROUND: Final = 1000
 """Examples in one Hypothesis run, whose memory of what it tried grows with each."""
@@ -214,7 +215,7 @@ def command(args: argparse.Namespace) -> int:
     number = random.randrange(1 << 32) if args.seed is None else args.seed
     seconds = args.time or (None if args.cases else DEFAULT_SECONDS)
     engine = open_engine(args.engine, apart=True)
-    strategy = strategy_for(engine, args.profile)
+    strategy = cases_for(engine.name, args.profile)
     explorer = Explorer(engine, strategy, number, args.cases, deadline=None if seconds is None else started + seconds)
     interrupted = False
     with report.Meter(f"{args.engine}, {args.profile}", args.cases, seconds, started) as explorer.progress:

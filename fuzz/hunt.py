@@ -36,8 +36,9 @@ def hunt(engine: Any, cases: int, number: int) -> Hunted:
     """Up to so many small cases that vLLM takes, from a seed, every one in full."""
     from hypothesis import HealthCheck, Phase, given, seed, settings
 
+    from fuzz.corners import cases_for
     from fuzz.engines.base import Refused
-    from fuzz.run import OWN_FAULT, run_case, strategy_for
+    from fuzz.run import OWN_FAULT, run_case
 
     found, started = Hunted(), time.monotonic()
 
@@ -49,7 +50,7 @@ def hunt(engine: Any, cases: int, number: int) -> Hunted:
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(strategy_for(engine, "small"))
+    @given(cases_for(engine.name, "small"))
     def every(case: Any) -> None:
         if found.invariant is not None or found.cases == cases:
             return

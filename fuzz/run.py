@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-from hypothesis.strategies import SearchStrategy
 
 from fuzz import corpus, known
 from fuzz.case import Case, Provenance
@@ -28,7 +27,6 @@ from fuzz.edges import edges
 from fuzz.engines import ENGINES, IN_A_CHILD, load
 from fuzz.engines.base import Engine, Refused, Unavailable, site_of
 from fuzz.engines.child import ChildEngine
-from fuzz.strategies import cases, with_crowds, with_probe
 from invariants import judge
 from invariants.dense import tolerance
 from invariants.outputs import drift
@@ -149,14 +147,6 @@ def open_engine(name: str, apart: bool = False) -> Engine:
     except (Unavailable, ImportError) as error:
         hint = f"; {INSTALL}" if not installed().get("vllm") else ""
         raise CannotRun(f"engine '{name}' cannot run here: {error}{hint}") from error
-
-
-def strategy_for(engine: Engine, profile: str) -> SearchStrategy[Case]:
-    """Cases of a profile for an engine."""
-    plain = cases(profile)
-    if engine.has_model:
-        return with_probe(plain)
-    return with_crowds(plain) if engine.name == "kernels" else plain
 
 
 def brisk(case: Case, number: int) -> bool:

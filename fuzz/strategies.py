@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from math import ceil, lcm
 from typing import Any, Final, NamedTuple
 
-import msgspec
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from fuzz.case import Case, Event, EventKind, Request, Slice, cut
-from invariants.trace import Geometry, Probe
+from invariants.trace import Geometry
 
 Anchor = tuple[int, int, int]
 """A length: so many windows, hit units and chunks."""
@@ -201,60 +200,6 @@ def cases(profile: str) -> SearchStrategy[Case]:
         st.sampled_from(_SLACKS),
         st.sampled_from((True,) * 15 + (False,)),
     )
-
-
-def with_probe(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
-    """The same cases for an engine with a model: a probe for each, and now and then prompt logprobs asked for."""
-    probes = st.builds(
-        Probe,
-        kind=st.sampled_from(("exact", "deep", "exact", "deep", "decoder")),
-        layers=st.sampled_from((2, 2, 2, 1, 3)),
-        compress_ratio=st.sampled_from((1, 1, 2)),
-        seed=st.integers(0, 3),
-    )
-    return st.builds(_add_probe, plain, probes, st.integers(0, 8))
-
-
-def _add_probe(case: Case, probe: Probe, asks: int) -> Case:
-    """``asks``: whether a request asks for prompt logprobs, and which, from the end. Oftener where rows are trimmed."""
-    # Fewer see the same either way: the last row of a replay has its whole window, in the first layer; a bound in
-    # trimmed layers shows in an output through the third.
-    least = {"exact": 1, "deep": 2 if case.geometry.window > 2 else 3, "decoder": 3}[probe.kind]
-    if probe.layers < least:
-        probe = msgspec.structs.replace(probe, layers=least)
-    if case.geometry.block_size % probe.compress_ratio:
-        probe = msgspec.structs.replace(probe, compress_ratio=1)
-    requests = list(case.requests)
-    if asks < (6 if probe.kind == "decoder" else 2):
-        requests[-1 - asks % len(requests)] = msgspec.structs.replace(
-            requests[-1 - asks % len(requests)], prompt_logprobs=True
-        )
-    return msgspec.structs.replace(case, requests=tuple(requests), probe=probe)
-
-
-def with_crowds(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
-    """The same cases, one in a hundred with its last request a thousand times: more rows than a block of a kernel.
-    One in five has a few more: more prefills in a step than ``PREFILL_CHUNK_SIZE`` of the ROCm layer, which is 4."""
-    return st.builds(_crowd, plain, st.integers(0, 99).map(_copies))
-
-
-def _copies(number: int) -> int:
-    if number == 57:
-        return 1030
-    return 2 + number % 7 if number >= 80 else 0
-
-
-def _crowd(case: Case, copies: int) -> Case:
-    """``copies`` requests more, at the same time; a small window and short prompts only."""
-    last = case.requests[-1]
-    if not copies or case.geometry.window > 16 or len(last) > 64:
-        return case
-    more = tuple(msgspec.structs.replace(last, id=f"copy{n}", max_tokens=1) for n in range(copies))
-    tokens = len(last) * (copies + 1) + 1
-    geometry = msgspec.structs.replace(
-        case.geometry, max_num_seqs=copies + 8, max_num_batched_tokens=tokens, long_prefill_token_threshold=0
-    )
-    return msgspec.structs.replace(case, requests=(*case.requests, *more), geometry=geometry)
 
 
 def _build(

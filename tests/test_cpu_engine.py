@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 
 from fuzz.case import Case, Event, Request
+from fuzz.corners import cases_for
 from fuzz.engines.base import Engine, Refused, Unavailable
 from fuzz.engines.cpu import CpuEngine
-from fuzz.strategies import cases, with_probe
 from invariants import judge
 from invariants.dense import tolerance
 from invariants.outputs import drift
@@ -249,6 +249,6 @@ def test_a_plugin_that_fails_is_one_line_and_exit_code_2():
 
 
 @settings(max_examples=max(1, settings.default.max_examples // 10))
-@given(case=with_probe(cases("small")))
+@given(case=cases_for("cpu", "small"))
 def test_every_case_holds(case: Case, check: Callable[[str, Case], None]):
     check("cpu", case)

@@ -16,7 +16,7 @@ FLOORS = (
     {"invariants", "fuzz.triton_cpu"},
     {"fuzz.case", "fuzz.amdgcn"},
     {"fuzz.strategies", "fuzz.corpus", "fuzz.edges", "fuzz.known", "fuzz.probe", "fuzz.mutation"},
-    {"fuzz.engines"},
+    {"fuzz.engines", "fuzz.corners"},
     {"fuzz.run"},
     {"fuzz.hunt", "fuzz.options"},
     {"fuzz.report"},

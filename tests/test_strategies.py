@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, Phase, find, given, seed, settings
 from hypothesis import strategies as st
 
 from fuzz.case import Case, check, decode, encode
+from fuzz.corners import with_crowds
 from fuzz.edges import EDGES, edges
 from fuzz.engines.base import Engine
-from fuzz.strategies import PROFILES, SMALL_SIZES, Sizes, blocks_needed, cases, replay_start_can_be_null, with_crowds
+from fuzz.strategies import PROFILES, SMALL_SIZES, Sizes, blocks_needed, cases, replay_start_can_be_null
 
 BEYOND_SMALL = {"replay-start-mid-block", "replay-start-retired", "replay-in-large-step"}
 """Edges that no small case can reach: they need sizes that do not divide, or more tokens than a small case has."""
