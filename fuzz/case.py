@@ -40,6 +40,20 @@ class CaseError(ValueError):
     """A case that cannot be read; the message names the JSON path."""
 
 
+class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """KV that an external connector has of a request's prompt, and offers at each lookup."""
+
+    tokens: Annotated[int, Meta(ge=1, le=1 << 18)]
+    """Of the prompt's start, whole blocks or not."""
+    window: Literal["whole", "part", "none"]
+    """Of which window groups it has KV, too: all, all but the first of two, or none."""
+    how: Literal["sync", "async", "fails"]
+    """sync: it is there before the step computes. async: it comes after some steps, in which nothing of the request is
+    computed. fails: async, but it never comes; vLLM is told so, and the connector offers nothing more."""
+    steps: Annotated[int, Meta(ge=0, le=1000)]
+    """Steps that an async load takes, 1 at least; a sync one takes 0."""
+
+
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One request. Who shares which prefix is visible in the slices."""
 
@@ -50,6 +64,8 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     max_tokens: Annotated[int, Meta(ge=1, le=4096)] = 1
     prompt_logprobs: Literal[True] | UnsetType = UNSET
     """Ask for the logprobs of the prompt as well; only engines with a model look at it."""
+    load: Load | UnsetType = UNSET
+    """An external hit, for engines with a connector."""
 
     def tokens(self) -> Tokens:
         """int32 [prompt length], token ids."""
@@ -59,7 +75,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return sum(stop - start for _, start, stop in self.prompt)
 
 
-EventKind = Literal["preempt", "abort", "reset_prefix_cache", "async_kv_load", "drop_blocks"]
+EventKind = Literal["preempt", "abort", "reset_prefix_cache", "drop_blocks"]
 
 
 class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -112,6 +128,11 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """8 hex digits: the content hash, provenance left out."""
         bare = msgspec.structs.replace(self, provenance=Provenance())
         return hashlib.sha256(encode(bare)).hexdigest()[:8]
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether any request is offered an external load."""
+        return any(request.load is not UNSET for request in self.requests)
 
     @property
     def max_model_len(self) -> int:
@@ -216,10 +237,11 @@ def check(case: Case) -> None:
         total += len(request)
         if total > MAX_PROMPT_TOKENS:
             raise CaseError(f"more than {MAX_PROMPT_TOKENS} prompt tokens - at `$.requests[{index}].prompt`")
+    _check_loads(case)
     for index, event in enumerate(case.events):
         if event.request is not None and event.request not in seen:
             raise CaseError(f"no request is called '{event.request}' - at `$.events[{index}].request`")
-        if event.request is None and event.kind in ("preempt", "abort", "async_kv_load"):
+        if event.request is None and event.kind in ("preempt", "abort"):
             raise CaseError(f"'{event.kind}' needs a request - at `$.events[{index}].request`")
 
 
@@ -230,3 +252,19 @@ def _check_probe(case: Case) -> None:
         value = getattr(case.probe, field)
         if not low <= value <= high:
             raise CaseError(f"{value} is not in {low}..{high} - at `$.probe.{field}`")
+
+
+def _check_loads(case: Case) -> None:
+    for index, request in enumerate(case.requests):
+        load = request.load
+        if load is UNSET:
+            continue
+        # vLLM computes the last prompt token in any case; where nothing is replayed, a sync load has to leave it.
+        most = len(request) - (load.how == "sync" and load.window == "whole")
+        for field, wrong, why in (
+            ("tokens", load.tokens > most, f"{load.tokens} tokens, where the prompt leaves {most} to load"),
+            ("steps", (load.steps == 0) != (load.how == "sync"), f"a load that is {load.how} takes {load.steps} steps"),
+            ("window", not case.geometry.replay and load.window != "whole", "without replay a load has the window"),
+        ):
+            if wrong:
+                raise CaseError(f"{why} - at `$.requests[{index}].load.{field}`")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from invariants.loads import never_ran
 from invariants.trace import IntArray, TracedRequest, Violation
 from invariants.view import View
 
@@ -36,7 +37,8 @@ def lives(view: View, tokens: IntArray) -> Iterator[Violation]:
         if life.resumed != bool(before):
             yield broken("resumed", message, f"resumed {bool(before)}", life.resumed, request=name)
         known[life.request] += sampled[number]
-        before.append(life.step)
+        if not never_ran(trace, life):
+            before.append(life.step)
     yield from _preemptions(view, starts)
     for request, total in zip(trace.requests, known, strict=True):
         count = total - len(request.prompt)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from invariants.ends import broken, ends, lives
+from invariants.loads import never_ran, waits
 from invariants.trace import BoolArray, IntArray, Violation
 from invariants.view import View, examples
 
@@ -28,6 +29,7 @@ def progress(view: View) -> Iterator[Violation]:
     yield from _chunks(view, tokens)
     yield from _limits(view)
     yield from lives(view, tokens)
+    yield from waits(view)
     if not view.trace.faults:  # a run that broke off ends nothing, and no-fault says so
         yield from ends(view)
 
@@ -67,7 +69,7 @@ def _chain(view: View) -> Iterator[Violation]:
             if begun != (life.step, life.computed, life.scheduled):
                 message = f"admission {index} (step, computed, scheduled) does not begin as it was admitted"
                 yield _at(view, row, "first chunk", message, (life.step, life.computed, life.scheduled), begun)
-        elif not view.trace.faults:  # after a fault: the step broke off
+        elif not view.trace.faults and not never_ran(view.trace, life):  # after a fault: the step broke off
             name = view.trace.requests[life.request].id
             message = f"admission {index} of request {name} never ran"
             yield broken("admission", message, "a row", "none", request=name, step=life.step)

@@ -13,6 +13,8 @@ read from vLLM 0.33.0 (block_pool, kv_cache_manager) and owed by its documentati
 * Freeing a block, a preemption included, loses nothing. A cached block is lost when the pool hands it out again, in any
   group: then its id appears newly in a block table. Tables only grow, apart from entries that become null.
 * At least one token is left to compute, and hits end on multiples of every group's block size.
+* A block that a load is to fill loses what it held when it is handed out, and can be hit once the scheduler has noted
+  that the load is there; one of a sync load at once, as if it were computed. If the load fails it holds nothing.
 * With replay off the window group takes part, and what is owed of it is what a prompt sent again needs: the window
   before the last boundary that such a prompt can hit. What else vLLM keeps is its own affair, so there are only bounds.
 
@@ -28,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from invariants.cache import PrefixCache
-from invariants.trace import NULL_BLOCK, Admission, Step, Trace
+from invariants.trace import NULL_BLOCK, Admission, IntArray, Offer, Trace, Turn
 
 
 def adopted_hit(hit: int, replay: int) -> int:
@@ -76,6 +78,19 @@ def decoder_floor(floor: Any, end: Any, trimmed: Any, window: int) -> Any:
     return np.where(trimmed, np.maximum(floor, end - window), floor)
 
 
+def loaded_hit(local: int, offer: Offer | None, replay: int, multiple: int) -> tuple[int, int]:
+    """(hit, external tokens of it) after a local hit of ``local`` tokens, with what a connector offers (CONTRACT 5, 7, 8).
+
+    ``multiple``: tokens of a whole block. A load with the window is taken as it is, however short.
+    """
+    external = max(offer.tokens - local, 0) if offer else 0
+    if offer and external and offer.carried:
+        return local + external, external
+    external -= external % multiple
+    hit = adopted_hit(local + external, replay)
+    return hit, external if hit else 0
+
+
 def full_hit(common: int, tokens: int, block_size: int) -> int:
     """Hit of a request of ``tokens`` tokens whose first ``common`` ones are cached (CONTRACT 6)."""
     return min(common, tokens - 1) // block_size * block_size
@@ -120,6 +135,11 @@ class _Life:
     """In each caching group: blocks that had their turn."""
 
 
+def _at_once(admission: int) -> list[tuple[Turn, int]]:
+    """An admission that waits for nothing."""
+    return [("look up", admission), ("run", admission)]
+
+
 class _Replay:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -133,6 +153,8 @@ class _Replay:
         self.nodes: dict[tuple[int, int], list[int]] = {}
         """Of each request, in each caching group."""
         self.lives: dict[int, _Life] = {}
+        self.running: set[int] = set()
+        """Admissions that have had a row."""
 
     def run(self) -> list[Prediction | None]:
         admissions = self.trace.admissions
@@ -144,20 +166,30 @@ class _Replay:
                         cache.clear()
                     elif event == "drop_blocks":
                         cache.doubt()
-            fresh: list[tuple[int, int, int]] = []
+            first: dict[int, tuple[list[IntArray], int]] = {}
             ends = (step.computed + step.scheduled).tolist()
             for row, (admission, end) in enumerate(zip(step.admission.tolist(), ends, strict=True)):
-                if admission in self.lives:
-                    self._schedule(step, row, self.lives[admission], end)
+                tables = [group[row] for group in step.tables]
+                if admission in self.running:
+                    self._schedule(tables, self.lives[admission], end)
                 elif 0 <= admission < len(admissions):
-                    fresh.append((admission, row, end))
-            for admission, row, end in sorted(fresh):
-                predictions[admission] = self._admit(step, row, admissions[admission])
-                life = self._adopt(admissions[admission])
-                self._schedule(step, row, self.lives.setdefault(admission, life), end)
+                    first[admission] = tables, end
+            for turn, admission in step.queue or [turn for number in sorted(first) for turn in _at_once(number)]:
+                life = admissions[admission]
+                tables, end = (life.load.tables, 0) if life.load else ([], 0)
+                if turn != "arrive":
+                    tables, end = first.get(admission, (tables, end))
+                if turn == "look up":
+                    predictions[admission] = self._admit(tables, life)
+                    self.lives[admission] = self._adopt(life)
+                    continue
+                # A first chunk may end inside the replayed range, and what was adopted is cached all the same.
+                self._schedule(tables, self.lives[admission], max(end, life.hit))
+                if turn == "run":
+                    self.running.add(admission)
         return predictions
 
-    def _admit(self, step: Step, row: int, admission: Admission) -> Prediction:
+    def _admit(self, tables: list[IntArray], admission: Admission) -> Prediction:
         """Look the request up, before it takes its blocks."""
         low, high = self.caches[self.cacheable].lookup(self._nodes(admission.request, self.cacheable), admission.tokens)
         doubt = "drop_blocks may have dropped a block of it" if low < high else ""
@@ -165,11 +197,11 @@ class _Replay:
             low, doubt = self._window_hit(admission.request, low), "replay is off, so the window group takes part"
         if not self.trace.requests[admission.request].reads_cache:
             low, high, doubt = 0, 0, ""
-        if not step.tables:
+        if not tables:
             low, doubt = 0, "without block tables nobody knows what was evicted"
         stranger = None
         for group, cache in self.caches.items():
-            table = step.tables[group][row][: admission.hit // cache.block_size].tolist() if step.tables else []
+            table = tables[group][: admission.local // cache.block_size].tolist() if tables else []
             for index, (block, node) in enumerate(zip(table, self._nodes(admission.request, group), strict=False)):
                 if cache.holds(block, node):
                     cache.trust(block)
@@ -179,10 +211,13 @@ class _Replay:
         return Prediction(low, high, doubt, stranger)
 
     def _adopt(self, admission: Admission) -> _Life:
-        """The life as it begins: what it adopted is neither new nor registered again."""
-        blocks = [admission.hit // group.block_size for group in self.trace.groups]
+        """The life as it begins: what it adopted is neither new nor registered again. Blocks for a load are new."""
+        blocks = [admission.local // group.block_size for group in self.trace.groups]
         seen = [adopted if group in self.caches else 0 for group, adopted in enumerate(blocks)]
-        return _Life(admission.request, seen, {group: blocks[group] for group in self.caches})
+        life = _Life(admission.request, seen, {group: blocks[group] for group in self.caches})
+        if admission.load:
+            self._hand_out(admission.load.tables, life)
+        return life
 
     def _window_hit(self, request: int, most: int) -> int:
         """Longest hit up to ``most`` whose window is surely cached too."""
@@ -201,15 +236,19 @@ class _Replay:
         end = boundary // block_size
         return max(end - math.ceil((self.trace.geometry.window - 1) / block_size), 0), end
 
-    def _schedule(self, step: Step, row: int, life: _Life, end: int) -> None:
-        """Blocks newly in the row's tables lose what they held; blocks full with ``end`` tokens can be hit."""
-        for group, tables in enumerate(step.tables):
-            table, seen = tables[row], life.seen[group]
+    def _hand_out(self, tables: list[IntArray], life: _Life) -> None:
+        """Blocks newly in the life's tables lose what they held."""
+        for group, table in enumerate(tables):
+            seen = life.seen[group]
             if len(table) > seen:
                 life.seen[group] = len(table)
                 for block in table[seen:].tolist():
                     for cache in self.caches.values():
                         cache.evict(block)
+
+    def _schedule(self, tables: list[IntArray], life: _Life, end: int) -> None:
+        """Blocks newly in the life's tables lose what they held; blocks full with ``end`` tokens can be hit."""
+        self._hand_out(tables, life)
         for group, cache in self.caches.items():
             first, last = life.registered[group], end // self.multiple * self.multiple // cache.block_size
             if last <= first:
@@ -221,7 +260,7 @@ class _Replay:
                 first, last = max(first, kept[0]), min(last, kept[1])
             nodes = self._nodes(life.request, group)[first:last]
             # Without tables a prefix stands for its block: it is never seen to be evicted.
-            blocks = step.tables[group][row][first:last].tolist() if step.tables else [-node for node in nodes]
+            blocks = tables[group][first:last].tolist() if tables else [-node for node in nodes]
             for block, node in zip(blocks, nodes, strict=False):
                 if block != NULL_BLOCK:
                     cache.register(block, node)

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
 """The half of ``write-fence`` that looks at block tables: a write is fenced only if its block is the request's alone.
 
-The pool is shared by all groups. An entry is adopted if it lies wholly within the hit of its life, in a group that
+The pool is shared by all groups. An entry is adopted if it lies wholly within the local hit of its life, in a group that
 takes part in the prefix cache; adopted blocks may be in any number of tables, every other block is in one.
 """
 
@@ -21,7 +21,7 @@ def owners(view: View) -> Iterator[Violation]:
     groups, rows, columns, keys = [], [], [], []
     for number, (table, spec) in enumerate(zip(view.tables, view.trace.groups, strict=True)):
         row, column = table.row, table.column
-        shared = view.hit[row] if spec.kind == "cacheable" or not view.replay else np.zeros_like(row)
+        shared = view.local[row] if spec.kind == "cacheable" or not view.replay else np.zeros_like(row)
         own = (table.blocks > NULL_BLOCK) & ((column + 1) * table.block_size > shared)
         groups.append(np.full(np.count_nonzero(own), number))
         rows.append(row[own])

@@ -20,6 +20,10 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.integer[Any]]
 BoolArray = NDArray[np.bool_]
 
+Turn = Literal["look up", "arrive", "run"]
+"""What a scheduler does with a request that waits: it looks the prompt up and allocates blocks, notes that a load is
+there, schedules the first chunk."""
+
 NULL_BLOCK = 0
 PAD_SLOT = -1
 DECODER_FIRST, DECODER_REST = "decoder-first-layer", "decoder-layers"
@@ -101,6 +105,34 @@ class CachedBytes:
 
 
 @dataclass(slots=True)
+class Offer:
+    """What a connector offers at each lookup of a request: KV of the first ``tokens`` tokens."""
+
+    tokens: int
+    carried: bool
+    """Whether it has the window of every window group, too."""
+
+
+@dataclass(slots=True)
+class Load:
+    """KV that a connector brings for one life, after its local hit (CONTRACT 7-9)."""
+
+    tokens: int
+    """External tokens that the scheduler took, of those offered."""
+    carried: bool
+    """Whether the load has the window of every window group, so that nothing is replayed once it is there."""
+    begun: int
+    """Step in which its blocks were allocated."""
+    waits: bool
+    """Async: nothing may be scheduled before it is there."""
+    tables: list[IntArray] = field(default_factory=list)
+    """[group] int32 [blocks]: the life's block ids right after allocation."""
+    over: int | None = None
+    """Step with whose output the connector told the scheduler that an async load is there, or has failed."""
+    failed: bool = False
+
+
+@dataclass(slots=True)
 class TracedRequest:
     """A request as the engine ran it."""
 
@@ -118,20 +150,24 @@ class TracedRequest:
     """None where no model runs."""
     reads_cache: bool = True
     """False: it asks for prompt logprobs, of which every row has to be computed, and so looks nothing up."""
+    offer: Offer | None = None
+    """None: no connector has KV of it."""
 
 
 @dataclass(slots=True)
 class Admission:
-    """One time that a request left the waiting queue: first, or again after a preemption. Its index in
-    ``Trace.admissions`` names that life of the request; cells written in it carry that index."""
+    """One time that a request left the waiting queue: first, or again after a preemption or a failed load. Its index in
+    ``Trace.admissions`` names that life of the request; cells written in it carry that index. One that waits for a load
+    has no chunk yet; if the load fails, or the request is aborted meanwhile, it never gets one."""
 
     step: int
+    """Of the first chunk; -1: there is none."""
     request: int
     """Index into ``Trace.requests``."""
     tokens: int
     """Tokens known at admission: prompt, plus what was sampled before a preemption."""
     hit: int
-    """Adopted prefix-cache hit H in tokens, before the rewind."""
+    """Adopted prefix-cache hit H in tokens, before the rewind; what a connector loads is part of it."""
     replay_start: int
     """First position whose window KV this life holds; 0 = nothing is replayed."""
     computed: int
@@ -140,6 +176,17 @@ class Admission:
     """Tokens of the first chunk."""
     resumed: bool
     """True after a preemption."""
+    load: Load | None = None
+
+    @property
+    def local(self) -> int:
+        """Tokens of the hit that were in the prefix cache."""
+        return self.hit - (self.load.tokens if self.load else 0)
+
+    @property
+    def carried(self) -> bool:
+        """Whether the window came with the hit, so that nothing is replayed."""
+        return self.load is not None and self.load.carried
 
 
 @dataclass(slots=True)
@@ -236,6 +283,9 @@ class Step:
     events: list[str] = field(default_factory=list)
     """Events of the case applied before the step: "preempt", "abort", "reset_prefix_cache" (only if it took
     effect), "drop_blocks"."""
+    queue: list[tuple[Turn, int]] = field(default_factory=list)
+    """What the scheduler did with those that waited, in its order, and for which admission. Empty: all admissions that
+    begin in the step, each looked up and then run."""
 
 
 @dataclass(slots=True)
@@ -282,7 +332,9 @@ class Trace:
     faults: list[Fault] = field(default_factory=list)
     metrics: dict[str, int] = field(default_factory=dict)
     """"prefix_cache_queries" and "prefix_cache_hits" in tokens, first admissions only; "preempted_hits" in tokens for
-    those after a preemption; "cached_tokens", which clients are told with the first token of a request that has any.
+    those after a preemption; "cached_tokens", which clients are told with the first token of a request that has any,
+    and "external_tokens", those of them that a connector loaded; "connector_hits" and "connector_preempted_hits", as
+    vLLM counts tokens that a connector loads.
     A metric that the engine does not have is absent."""
     probe: Probe | None = None
     """None where no model runs."""

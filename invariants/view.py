@@ -87,10 +87,12 @@ class View:
         self.prefill: BoolArray = _join([step.prefill for step in steps]).astype(np.bool_)
         self.claimed = _join([step.replay_start for step in steps])
         """[rows] replay_start as the worker has it."""
-        hits = [life.hit for life in trace.admissions]
-        self.hit: IntArray = np.array([*hits, 0], np.int64)[self.admission]
+        lives = trace.admissions
+        self.hit: IntArray = np.array([*(life.hit for life in lives), 0], np.int64)[self.admission]
         """[rows] hit of the row's life."""
-        floors = [reference.replay_start(hit, self.replay) for hit in hits]
+        self.local: IntArray = np.array([*(life.local for life in lives), 0], np.int64)[self.admission]
+        """[rows] what was in the prefix cache of it."""
+        floors = [reference.replay_start(life.hit, 0 if life.carried else self.replay) for life in lives]
         self.floor: IntArray = np.array([*floors, 0], np.int64)[self.admission]
         """[rows] replay_start as the row's hit has it: nothing below may be read."""
         queries = np.maximum(self.scheduled, 0)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from invariants.loads import reserved
 from invariants.tables import extent, growth, owners
 from invariants.trace import NULL_BLOCK, PAD_SLOT, BoolArray, Violation
 from invariants.view import Stores, View, compare, examples, key, unkey
@@ -40,6 +41,7 @@ def write_fence(view: View) -> Iterator[Violation]:
     yield from owners(view)
     yield from growth(view)
     yield from extent(view)
+    yield from reserved(view)
 
 
 def _coverage(view: View, stores: Stores, site: str) -> Iterator[Violation]:

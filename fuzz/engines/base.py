@@ -23,6 +23,12 @@ class Refused(Exception):
     """vLLM does not accept the case's geometry; the message is vLLM's own reason, in one line."""
 
 
+def refuse_loads(case: Case) -> None:
+    """For engines without a KV connector. Raises ``Refused``."""
+    if case.has_loads:
+        raise Refused("an external load needs a KV connector, which this engine does not have")
+
+
 class OwnFailure(Exception):
     """replaycheck itself failed in another process; the message is the traceback there, ``site`` where it raised."""
 

@@ -81,11 +81,24 @@ def vllm_config(case: Case) -> Any:
     config.cache_config.block_size = geometry.block_size
     config.cache_config.num_gpu_blocks = geometry.num_blocks
     config.cache_config.swa_bounded_replay = geometry.replay
+    config.kv_transfer_config = _transfer_config() if case.has_loads else None
     try:
         scheduler.verify_max_model_len(case.max_model_len)
     except ValueError as error:
         raise Refused(one_line(error)) from error
     return config
+
+
+def _transfer_config() -> Any:
+    """``connector.py`` as vLLM's KV connector. A load that fails is computed instead."""
+    from vllm.config.kv_transfer import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector="Connector",
+        kv_connector_module_path="fuzz.engines.connector",
+        kv_role="kv_consumer",
+        kv_load_failure_policy="recompute",
+    )
 
 
 def versions(kernels: str) -> dict[str, str]:
@@ -112,22 +125,25 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def kv_cache_config(config: Any, geometry: Geometry) -> Any:
-    """vLLM's KVCacheConfig with the two kinds of group: one cacheable, one window group (in this order)."""
+def kv_cache_config(config: Any, geometry: Geometry, windows: int = 1) -> Any:
+    """vLLM's KVCacheConfig with the two kinds of group, in this order: one cacheable, and window groups, all alike."""
     import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
     sizes: dict[str, Any] = {"num_kv_heads": 1, "head_size": HEAD_DIM, "dtype": torch.bfloat16}
     groups = [
         KVCacheGroupSpec(["cacheable"], MLAAttentionSpec(block_size=geometry.block_size, **sizes)),
-        KVCacheGroupSpec(
-            ["window"],
-            SlidingWindowMLASpec(
-                block_size=geometry.swa_block_size,
-                sliding_window=geometry.window,
-                bounded_replay=config.cache_config.swa_bounded_replay,
-                **sizes,
-            ),
+        *(
+            KVCacheGroupSpec(
+                [f"window-{number}" if number else "window"],
+                SlidingWindowMLASpec(
+                    block_size=geometry.swa_block_size,
+                    sliding_window=geometry.window,
+                    bounded_replay=config.cache_config.swa_bounded_replay,
+                    **sizes,
+                ),
+            )
+            for number in range(windows)
         ),
     ]
     # As EngineCore settles it once the groups are known.
@@ -177,6 +193,16 @@ def make_scheduler(config: Any, layout: Any) -> tuple[Any, Any]:
     hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
     init_none_hash(hash_fn)
     return scheduler, get_request_block_hasher(hash_block_size, hash_fn)
+
+
+def make_loader(config: Any, layout: Any) -> Any:
+    """The worker's half of the KV connector; None where the config has none."""
+    if config.kv_transfer_config is None:
+        return None
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    return KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, layout)
 
 
 def check_pool(config: Any, layout: Any, case: Case) -> None:

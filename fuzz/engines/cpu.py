@@ -19,7 +19,7 @@ from msgspec import UNSET
 from fuzz import triton_cpu
 from fuzz.case import Case, Request, cut
 from fuzz.engines import config as vllm_setup
-from fuzz.engines.base import Refused, Unavailable
+from fuzz.engines.base import Refused, Unavailable, refuse_loads
 from fuzz.engines.core import Core, CoreDriver, sizes_of
 from fuzz.engines.follow import fault_of, follow, traced_requests
 from fuzz.engines.kv import CacheWatch, Poisoner
@@ -76,6 +76,7 @@ class CpuEngine:
 
     def run(self, case: Case, brisk: bool = False) -> Trace:
         """See ``Engine.run``."""
+        refuse_loads(case)
         started, before = time.perf_counter(), triton_cpu.fallbacks.copy()
         probe = Probe() if case.probe is UNSET else case.probe
         core = self._core(case, probe)

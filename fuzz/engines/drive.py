@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from fuzz.case import FIRST_TOKEN, TOKENS, Case, Event, Request
 
@@ -42,15 +44,19 @@ class Scheduled:
 class Driver:
     """One case on one Scheduler, which must be new."""
 
-    def __init__(self, case: Case, scheduler: Any, hasher: Any) -> None:
+    def __init__(self, case: Case, scheduler: Any, hasher: Any, loader: Any = None) -> None:
+        """``loader``: the worker's half of ``connector.py``, if the scheduler has the other."""
         self.scheduler = scheduler
         self.outputs: list[list[int]] = [[] for _ in case.requests]
         self.ends: list[Literal["length", "abort"] | None] = [None] * len(case.requests)
         self.metrics = {"prefix_cache_queries": 0, "prefix_cache_hits": 0, "preempted_hits": 0, "cached_tokens": 0}
+        if loader:
+            self.metrics |= {"external_tokens": 0, "connector_hits": 0, "connector_preempted_hits": 0}
         self.step = 0
         self.prompts = [request.tokens() for request in case.requests]
         self.case = case
         self._hasher = hasher
+        self._loader = loader
         self._index = {request.id: index for index, request in enumerate(case.requests)}
         self._live: dict[str, Any] = {}
         self._seen = [zlib.crc32(prompt.tobytes()) for prompt in self.prompts]
@@ -62,16 +68,17 @@ class Driver:
         done = self._done()
         # The request that has run longest computes a token in each step, and only an event takes it back to its start.
         lengths = sum(len(request) + request.max_tokens for request in self.case.requests)
+        lengths += sum(request.load.steps for request in self.case.requests if request.load is not UNSET)
         most = IDLE_STEPS + (1 + len(self.case.events)) * lengths
-        while arrivals or self._live:
-            if not self._live:
+        while arrivals or self._live or self._loading:
+            if not self._live and not self._loading:
                 self.step = max(self.step, arrivals[-1].arrive)
             while arrivals and arrivals[-1].arrive <= self.step:
                 self._add(arrivals.pop().id)
             scheduled = Scheduled(self.step, None, [])
             self._apply_events(scheduled)
             self.advance(scheduled, look)
-            idle = 0 if scheduled.output.total_num_scheduled_tokens or arrivals else idle + 1
+            idle = 0 if scheduled.output.total_num_scheduled_tokens or arrivals or self._loading else idle + 1
             if idle == IDLE_STEPS:
                 raise Hung(f"nothing was scheduled in {idle} steps while {', '.join(self._live)} waited")
             before, done = done, self._done()
@@ -81,6 +88,11 @@ class Driver:
                     f"no token came out in {stuck} steps, though some were scheduled for {', '.join(self._live)}"
                 )
             self.step += 1
+
+    @property
+    def _loading(self) -> bool:
+        """Whether a load is under way; also one for a request that was aborted, whose blocks vLLM still keeps."""
+        return self._loader is not None and self._loader.busy
 
     def _done(self) -> int:
         """Tokens that came out, and requests that ended."""
@@ -103,7 +115,9 @@ class Driver:
         """vLLM's SamplingParams for a request."""
         from vllm import SamplingParams
 
-        return SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
+        # The way by which a client tells a connector where its KV is.
+        args = {} if request.load is UNSET else {"kv_transfer_params": msgspec.to_builtins(request.load)}
+        return SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True, extra_args=args or None)
 
     def advance(self, scheduled: Scheduled, look: Callable[[Scheduled], None]) -> None:
         """One step: schedule, look, give vLLM the output."""
@@ -160,10 +174,25 @@ class Driver:
                 logprobs=None,
                 prompt_logprobs_dict={},
                 pooler_output=[],
+                kv_connector_output=self._transfers(scheduled.output),
             ),
         )
         self.count(result)
         self.end_finished(names, scheduled)
+
+    def _transfers(self, output: Any) -> Any:
+        """vLLM's KVConnectorOutput: what the worker's half of the connector makes of the step."""
+        if self._loader is None:
+            return None
+        from vllm.v1.outputs import KVConnectorOutput
+
+        self._loader.bind_connector_metadata(output.kv_connector_metadata)
+        self._loader.start_load_kv(None)
+        results = self._loader.get_transfer_results(output.finished_req_ids)
+        self._loader.clear_connector_metadata()
+        return KVConnectorOutput(
+            finished_recving=results.finished_recving or None, failed_recving=results.failed_recving
+        )
 
     def end_finished(self, names: list[str], scheduled: Scheduled) -> None:
         """Note which of them vLLM has dropped with this step's output."""
@@ -193,3 +222,10 @@ class Driver:
                 self.metrics["preempted_hits"] += stats.preempted_hits
             told = [one.prefill_stats for one in output.outputs if one.prefill_stats]
             self.metrics["cached_tokens"] += sum(stats.num_cached_tokens for stats in told)
+            if self._loader is None:
+                continue
+            self.metrics["external_tokens"] += sum(stats.num_external_cached_tokens for stats in told)
+            loaded = output.scheduler_stats and output.scheduler_stats.connector_prefix_cache_stats
+            if loaded:
+                self.metrics["connector_hits"] += loaded.hits
+                self.metrics["connector_preempted_hits"] += loaded.preempted_hits

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 
 from fuzz.case import Case
 from fuzz.engines.drive import Driver, Hung, Scheduled
 from fuzz.engines.record import StepRecorder
 from fuzz.engines.worker import Disagreement
 from fuzz.triton_cpu.faults import MemoryFaults
-from invariants.trace import Fault, Final, Trace, TracedRequest
+from invariants.trace import Fault, Final, Offer, Trace, TracedRequest
 
 
 def traced_requests(case: Case, has_model: bool = False) -> list[TracedRequest]:
@@ -28,6 +29,7 @@ def traced_requests(case: Case, has_model: bool = False) -> list[TracedRequest]:
             prompt=request.tokens(),
             max_tokens=request.max_tokens,
             reads_cache=not (has_model and request.prompt_logprobs is True),
+            offer=None if request.load is UNSET else Offer(request.load.tokens, request.load.window == "whole"),
         )
         for request in case.requests
     ]

@@ -15,6 +15,7 @@ import msgspec
 from fuzz import triton_cpu
 from fuzz.case import Case
 from fuzz.engines import config as vllm_setup
+from fuzz.engines.base import refuse_loads
 from fuzz.engines.drive import Driver
 from fuzz.engines.follow import follow, traced_requests
 from fuzz.engines.plan import Planner, blocks_for
@@ -34,6 +35,7 @@ class KernelsEngine(SchedulerEngine):
 
     def run(self, case: Case, brisk: bool = False) -> Trace:  # noqa: ARG002 - without kernels nothing is left
         """See ``Engine.run``."""
+        refuse_loads(case)
         started, before = time.perf_counter(), triton_cpu.fallbacks.copy()
         geometry = msgspec.structs.replace(case.geometry, num_blocks=blocks_for(case))
         case = msgspec.structs.replace(case, geometry=geometry)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fuzz.engines.drive import Scheduled
+from fuzz.engines.loads import Loads, Log
 from fuzz.engines.shadow import (
     Cells,
     Queries,
@@ -38,6 +39,7 @@ from invariants.trace import (
     IntArray,
     Step,
     Trace,
+    Turn,
     Writes,
 )
 
@@ -82,15 +84,17 @@ class StepRecorder:
         self._rows = self._rows_of([])
         self._changed = False
         """Whether a block table of the step differs from what the shadow cache knows."""
-        self._lookups: list[tuple[str, int]] = []
+        self._log: Log = []
         self._watch_lookups(scheduler.kv_cache_manager)
+        has_connector = getattr(scheduler, "connector", None) is not None
+        self._loads = Loads(trace, scheduler, self._shadows, self._log) if has_connector else None
 
     def _watch_lookups(self, manager: Any) -> None:
         """Note each adopted hit where vLLM counts it: from what is scheduled it could only be inferred."""
         count = manager.record_prefix_cache_stats
 
         def record(request: Any, num_hits: int) -> None:
-            self._lookups.append((request.request_id, num_hits))
+            self._log.append(("look up", request.request_id, num_hits))
             count(request, num_hits)
 
         manager.record_prefix_cache_stats = record
@@ -99,8 +103,10 @@ class StepRecorder:
         """The step as it stands between scheduling and its output."""
         output = scheduled.output
         first_new = len(self._trace.admissions)
-        self._admit(scheduled)
-        admitted = first_new < len(self._trace.admissions)
+        if self._loads and self._trace.steps:
+            self._loads.end(self._trace.steps[-1].index)
+        queue = self._admit(scheduled)
+        admitted = first_new < len(self._trace.admissions) or bool(queue)
         self._changed = admitted or bool(output.kv_cache_block_copies)
         batch = self._worker.step(output) if self._worker else None
         names = batch.request_ids if batch else list(output.num_scheduled_tokens)
@@ -122,6 +128,7 @@ class StepRecorder:
             # The driver adds those that end with this step's output.
             finished=scheduled.finished,
             preempted=sorted(self._request[name] for name in output.preempted_req_ids or ()),
+            queue=queue,
         )
         if self._changed:
             self._follow_blocks(step, output, first_new)
@@ -142,27 +149,32 @@ class StepRecorder:
             np.array([life.replay_start for life in lives], np.int32),
         )
 
-    def _admit(self, scheduled: Scheduled) -> None:
-        """The lives that begin in this step, in the order in which the scheduler looked them up."""
-        new = {data.req_id: data for data in scheduled.output.scheduled_new_reqs}
-        for name, hit in self._lookups:
-            if name not in new:
+    def _admit(self, scheduled: Scheduled) -> list[tuple[Turn, int]]:
+        """The lives that begin in this step, in the order in which the scheduler looked them up, and those whose load
+        is there. Returns ``Step.queue``."""
+        output = scheduled.output
+        new = {data.req_id: data for data in output.scheduled_new_reqs}
+        begun = output.kv_connector_metadata.begun if self._loads else {}
+        for turn, name, hit in self._log:
+            if turn != "look up" or (name not in new and name not in begun):
                 continue
             request = self._scheduler.requests[name]
-            self._admission[name] = len(self._trace.admissions)
+            number = self._admission[name] = len(self._trace.admissions)
+            resumed = request.num_preemptions > 0
             self._trace.admissions.append(
-                Admission(
-                    step=scheduled.index,
-                    request=self._request[name],
-                    tokens=request.num_tokens,
-                    hit=hit,
-                    replay_start=new[name].replay_start,
-                    computed=new[name].num_computed_tokens,
-                    scheduled=scheduled.output.num_scheduled_tokens[name],
-                    resumed=request.num_preemptions > 0,
-                )
+                Admission(-1, self._request[name], request.num_tokens, hit, replay_start=0, computed=0, scheduled=0, resumed=resumed)
             )
-        self._lookups.clear()
+            if self._loads and name in begun:
+                self._loads.begin(number, name, begun[name], self._tables_of(name), scheduled.index)
+        for name, data in new.items():
+            life = self._trace.admissions[self._admission[name]]
+            life.step = scheduled.index
+            life.replay_start, life.computed = data.replay_start, data.num_computed_tokens
+            life.scheduled = output.num_scheduled_tokens[name]
+        first_chunks = [name for name in output.num_scheduled_tokens if name in new] if self._loads else []
+        queue = self._loads.queue(self._log, first_chunks, self._admission) if self._loads else []
+        self._log.clear()
+        return queue
 
     def _tables(self, names: list[str]) -> list[list[IntArray]]:
         blocks = [self._scheduler.kv_cache_manager.get_blocks(name).blocks for name in names]
@@ -170,6 +182,11 @@ class StepRecorder:
             [self._table(name, group, of_request[group]) for name, of_request in zip(names, blocks, strict=True)]
             for group in range(len(self._shadows))
         ]
+
+    def _tables_of(self, name: str) -> list[IntArray]:
+        """[group] block ids of one request."""
+        blocks = self._scheduler.kv_cache_manager.get_blocks(name).blocks
+        return [self._table(name, group, of_group) for group, of_group in enumerate(blocks)]
 
     def _table(self, name: str, group: int, blocks: Sequence[Any]) -> IntArray:
         """Block ids; the same array as before where no block changed, which is the case in most steps."""
@@ -189,10 +206,16 @@ class StepRecorder:
                 if number < first_new:
                     shadow.extend(number, table)
                 else:
-                    hit = self._trace.admissions[number].hit if adopts else 0
+                    hit = self._trace.admissions[number].local if adopts else 0
                     shadow.admit(number, table, -(-hit // shadow.block_size))
+            for number in range(first_new, len(self._trace.admissions)):
+                life = self._trace.admissions[number]
+                if life.step < 0 and life.load:
+                    shadow.admit(number, life.load.tables[group], -(-life.local // shadow.block_size) if adopts else 0)
             for source, target in output.kv_cache_block_copies or ():
                 shadow.copy_block(source, target)
+        if self._loads:
+            self._loads.allocated()
 
     def _write(self, step: Step, row: IntArray, position: IntArray, slots: Sequence[IntArray]) -> None:
         writer = step.admission[row]

@@ -15,10 +15,12 @@ import time
 from contextlib import nullcontext
 from typing import Any, Literal
 
+from msgspec import UNSET
+
 from fuzz import triton_cpu
 from fuzz.case import Case
 from fuzz.engines import config as vllm_setup
-from fuzz.engines.base import Refused, Unavailable
+from fuzz.engines.base import Unavailable
 from fuzz.engines.drive import Driver
 from fuzz.engines.follow import follow, traced_requests
 from fuzz.engines.record import StepRecorder
@@ -89,9 +91,9 @@ class SchedulerEngine:
         self._driver(case)[0].run(lambda _: None)
 
     def _driver(self, case: Case) -> tuple[Driver, Any]:
-        if any(event.kind == "async_kv_load" for event in case.events):
-            raise Refused("async_kv_load needs a KV connector, which this engine does not have")
         config = vllm_setup.vllm_config(case)
-        layout = vllm_setup.kv_cache_config(config, case.geometry)
+        parts = any(request.load is not UNSET and request.load.window == "part" for request in case.requests)
+        layout = vllm_setup.kv_cache_config(config, case.geometry, windows=2 if parts else 1)
         vllm_setup.check_pool(config, layout, case)
-        return Driver(case, *vllm_setup.make_scheduler(config, layout)), layout
+        scheduler, hasher = vllm_setup.make_scheduler(config, layout)
+        return Driver(case, scheduler, hasher, vllm_setup.make_loader(config, layout)), layout
