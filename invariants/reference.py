@@ -79,7 +79,7 @@ def decoder_floor(floor: Any, end: Any, trimmed: Any, window: int) -> Any:
 
 
 def loaded_hit(local: int, offer: Offer | None, replay: int, multiple: int) -> tuple[int, int]:
-    """(hit, external tokens of it) after a local hit of ``local`` tokens, with what a connector offers (CONTRACT 5, 7, 8).
+    """(hit, external tokens of it) after a local hit of ``local``, with what a connector offers (CONTRACT 5, 7, 8).
 
     ``multiple``: tokens of a whole block. A load with the window is taken as it is, however short.
     """

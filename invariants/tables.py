@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
 """The half of ``write-fence`` that looks at block tables: a write is fenced only if its block is the request's alone.
 
-The pool is shared by all groups. An entry is adopted if it lies wholly within the local hit of its life, in a group that
-takes part in the prefix cache; adopted blocks may be in any number of tables, every other block is in one.
+The pool is shared by all groups. An entry is adopted if it lies wholly within the local hit of its life, in a
+group that takes part in the prefix cache; adopted blocks may be in any number of tables, every other block is in one.
 """
 
 from __future__ import annotations

@@ -97,12 +97,6 @@ def test_vllm_s_own_reason_is_given(engine: Engine) -> None:
         engine.run(case(request, geometry=more_seats_than_tokens))
 
 
-def test_a_kv_load_is_refused(engine: Engine) -> None:
-    request = Request(id="a", arrive=0, prompt=(("s", 0, 20),))
-    with pytest.raises(Refused, match="async_kv_load needs a KV connector"):
-        engine.run(case(request, events=(Event(step=0, kind="async_kv_load", request="a"),)))
-
-
 def test_an_exception_out_of_vllm_is_a_fault(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 

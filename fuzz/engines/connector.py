@@ -35,13 +35,13 @@ class Begun:
 
 
 @dataclass(slots=True)
-class Loads(KVConnectorMetadata):
+class Loads(KVConnectorMetadata):  # type: ignore[misc]
     """What begins in a step, by request id."""
 
     begun: dict[str, Begun] = field(default_factory=dict)
 
 
-class Connector(KVConnectorBase_V1, SupportsHMA):
+class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Either half; vLLM says which by ``role``."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -91,7 +91,7 @@ class Connector(KVConnectorBase_V1, SupportsHMA):
                 self._failed.add(name)
 
     def take_over(self) -> list[tuple[str, bool]]:
-        """Loads of which the scheduler has been told that they are over since the last call, and whether they failed."""
+        """Loads of which the scheduler was told since the last call that they are over, and whether they failed."""
         over, self._over = self._over, []
         return over
 
@@ -113,7 +113,7 @@ class Connector(KVConnectorBase_V1, SupportsHMA):
         self._under_way.update((name, load) for name, load in loads.begun.items() if load.steps)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """Loads that are over with this step; also those of requests that are gone, whose blocks vLLM keeps till then."""
+        """Loads that are over with this step; also of requests that are gone, whose blocks vLLM keeps till then."""
         results = KVConnectorTransferResults()
         for name, load in list(self._under_way.items()):
             load.steps -= 1

@@ -160,10 +160,8 @@ class StepRecorder:
                 continue
             request = self._scheduler.requests[name]
             number = self._admission[name] = len(self._trace.admissions)
-            resumed = request.num_preemptions > 0
-            self._trace.admissions.append(
-                Admission(-1, self._request[name], request.num_tokens, hit, replay_start=0, computed=0, scheduled=0, resumed=resumed)
-            )
+            life = Admission(-1, self._request[name], request.num_tokens, hit, 0, 0, 0, request.num_preemptions > 0)
+            self._trace.admissions.append(life)
             if self._loads and name in begun:
                 self._loads.begin(number, name, begun[name], self._tables_of(name), scheduled.index)
         for name, data in new.items():
