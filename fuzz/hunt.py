@@ -131,7 +131,9 @@ def main(path: str, name: str, engine: str, cases: int, seeds: Sequence[int]) ->
         for number in seeds or (None,):
             found = hunt(ready, cases, number)
             if not mutation.applied():
-                found.error = f"mutant {name}: engine {engine} never imports {mutant.module}"
+                found.error = f"engine {engine} never imports {mutant.module}"
+            if found.error:
+                found.error = f"mutant {name}: {found.error}"
             yield found
     except (mutation.MutantError, Unavailable) as error:
         yield Hunted(error=" ".join(str(error).split()))

@@ -250,7 +250,9 @@ class _Finder:
         spec = PathFinder.find_spec(name, path, target)
         if spec is None or not spec.origin or spec.submodule_search_locations is not None:
             raise MutantError(f"mutant {self._mutant.id}: there is no module {name}")
-        changed = self._folder / Path(spec.origin).name
+        # By such a path what it raises is known to have come out of an installed package.
+        changed = self._folder / "site-packages" / Path(*name.split(".")).with_suffix(".py")
+        changed.parent.mkdir(parents=True)
         changed.write_text(mutate(Path(spec.origin).read_text(), self._mutant, watch=True))
         self.applied = True
         return importlib.util.spec_from_file_location(name, changed)
