@@ -91,7 +91,7 @@ def command(args: argparse.Namespace) -> int:
     results: list[Result] = []
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         try:
-            for result in pool.map(lambda job: hunt(args.file, *job, args.cases, seeds), jobs):
+            for result in pool.map(lambda job: hunt(args.file, job[0], job[1], args.cases, seeds), jobs):
                 results.append(result)
                 print(f"replaycheck: {line(result)}", file=sys.stderr, flush=True)
         except KeyboardInterrupt:
@@ -193,22 +193,28 @@ def _cases(hunts: Iterable[Hunted]) -> str:
 def _print(results: Sequence[Result]) -> None:
     table = Table("mutant", "engine", "caught by", "cases", "seconds", "what it breaks")
     for result in results:
-        caught = _caught(result) if result.caught else ""
-        if result.errors or result.survived:
-            caught = ", ".join(filter(None, [caught, "could not run" if result.errors else "SURVIVES"]))
+        ends = [_caught(result)] if result.caught else []
+        ends += ["could not run"] if result.errors else ["SURVIVES"] if result.survived else []
         seconds = sum(hunt.seconds for hunt in result.hunts)
         table.add_row(
-            result.mutant.id, result.engine, caught, _cases(result.hunts), f"{seconds:.1f}", result.mutant.title
+            result.mutant.id,
+            result.engine,
+            ", ".join(ends),
+            _cases(result.hunts),
+            f"{seconds:.1f}",
+            result.mutant.title,
         )
     report.console().print(table)
-    _print_invariants(results)
+    if len(results) > 1:
+        _print_invariants(results)
     hunts = [hunt for result in results for hunt in result.hunts if not hunt.error]
     killed = [hunt for hunt in hunts if hunt.invariant]
     mutants = {result.mutant.id for result in results}
     caught = {result.mutant.id for result in results if result.caught}
     print(f"{len(caught)} of {len(mutants)} mutants are caught, in {len(killed)} of {len(hunts)} hunts")
     if killed:
-        print(f"cases until then: {median(hunt.cases for hunt in killed):g} (median), {max(h.cases for h in killed)} (most)")
+        cases = [hunt.cases for hunt in killed]
+        print(f"cases until then: {median(cases):g} (median), {max(cases)} (most)")
     if strange := sorted({result.mutant.id for result in results if result.unexpected}):
         print(f"caught first by an invariant (!) that the mutant does not name: {', '.join(strange)}")
 

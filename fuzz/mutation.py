@@ -88,15 +88,14 @@ def check(mutant: Mutant) -> None:
 def _source(mutant: Mutant) -> Path:
     """The file of its module, as Python would find it."""
     top, *rest = mutant.module.split(".")
-    try:
-        spec = PathFinder.find_spec(top)
-    except (ImportError, ValueError):
-        spec = None
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    file = Path(*rest).with_suffix(".py") if rest else None
-    found = [Path(place) / file for place in places if file and (Path(place) / file).is_file()]
-    if not rest and spec and spec.origin and not places:
-        found = [Path(spec.origin)]
+    found: list[Path] = []
+    if all(part.isidentifier() for part in (top, *rest)) and (spec := PathFinder.find_spec(top)):
+        places = spec.submodule_search_locations
+        if places is None:
+            found = [Path(spec.origin)] if spec.origin and not rest else []
+        else:
+            found = [Path(place, *rest).with_suffix(".py") for place in places]
+    found = [path for path in found if path.is_file()]
     if not found:
         raise MutantError(f"mutant {mutant.id}: there is no module {mutant.module} here")
     return found[0]
@@ -192,7 +191,7 @@ def _replace(tree: ast.Module, node: ast.stmt, new: list[ast.stmt]) -> None:
 
 
 def _watch(tree: ast.Module, function: Any, node: ast.stmt) -> None:
-    """Have what is executed say so: the statement, or the launch of a kernel, in which only Triton's words may stand."""
+    """Have what is executed say so: the statement, or the launch of a kernel, in which nothing of ours may stand."""
     for index, decorator in enumerate(function.decorator_list):
         if "jit" in ast.unparse(decorator):
             function.decorator_list.insert(index, _here("launched"))
