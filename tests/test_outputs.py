@@ -152,11 +152,11 @@ class TestNoCache:
         for arm in (None, *exact.arms):
             outputs(exact, arm=arm).logprobs[0, 0] = value
         assert found(exact) == [
-            ("output-match", "no-cache", "query", 13),
-            ("output-match", "dense", "query", 13),
             ("poison-blind", "twice", "query", 13),
             ("poison-blind", "poison", "query", 13),
             ("mix-blind", "alone", "query", 13),
+            ("output-match", "no-cache", "query", 13),
+            ("output-match", "dense", "query", 13),
         ]
 
     def test_signed_zeros_differ(self, exact: Trace):
