@@ -27,6 +27,7 @@ FIRST_TOKEN, TOKENS = 3, 1000
 """Streams hold token ids FIRST_TOKEN .. FIRST_TOKEN + TOKENS - 1: any test model's vocabulary covers them."""
 MAX_FILE_BYTES = 1 << 20
 MAX_PROMPT_TOKENS = 1 << 18
+MAX_WINDOW_GROUPS = 4
 
 Tokens = NDArray[np.int32]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")]
@@ -204,6 +205,7 @@ def check(case: Case) -> None:
         value = getattr(geometry, field)
         if not low <= value <= high:
             raise CaseError(f"{value} is not in {low}..{high} - at `$.geometry.{field}`")
+    _check_layout(geometry)
     seen: set[str] = set()
     total = 0
     for index, request in enumerate(case.requests):
@@ -221,6 +223,12 @@ def check(case: Case) -> None:
             raise CaseError(f"no request is called '{event.request}' - at `$.events[{index}].request`")
         if event.request is None and event.kind in ("preempt", "abort", "async_kv_load"):
             raise CaseError(f"'{event.kind}' needs a request - at `$.events[{index}].request`")
+
+
+def _check_layout(geometry: Geometry) -> None:
+    groups = geometry.window_groups
+    if groups is not UNSET and not 1 <= groups <= MAX_WINDOW_GROUPS:
+        raise CaseError(f"{groups} is not in 1..{MAX_WINDOW_GROUPS} - at `$.geometry.window_groups`")
 
 
 def _check_probe(case: Case) -> None:

@@ -7,12 +7,14 @@ Relied upon: a plain case stays the likeliest, so that a corner costs the rest l
 
 from __future__ import annotations
 
+from math import ceil
+
 import msgspec
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from fuzz.case import Case
-from fuzz.strategies import cases
+from fuzz.case import MAX_WINDOW_GROUPS, Case
+from fuzz.strategies import Sizes, blocks_needed, cases
 from invariants.trace import Probe
 
 
@@ -21,6 +23,7 @@ def cases_for(engine: str, profile: str) -> SearchStrategy[Case]:
     plain = cases(profile)
     if engine == "cpu":
         return with_probe(plain)
+    plain = with_window_groups(plain)
     return with_crowds(plain) if engine == "kernels" else plain
 
 
@@ -76,3 +79,27 @@ def _crowd(case: Case, copies: int) -> Case:
         case.geometry, max_num_seqs=copies + 8, max_num_batched_tokens=tokens, long_prefill_token_threshold=0
     )
     return msgspec.structs.replace(case, requests=(*case.requests, *more), geometry=geometry)
+
+
+def with_window_groups(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in ten with two to four window groups in place of one."""
+    return st.builds(_more_windows, plain, st.integers(0, 39).map(lambda number: max(0, number - 35)))
+
+
+def _more_windows(case: Case, more: int) -> Case:
+    """``more`` window groups more, and as many blocks as they take: a tight pool stays as tight."""
+    if not more:
+        return case
+    geometry = case.geometry
+    sizes, chunk = Sizes(geometry.window, geometry.block_size, geometry.swa_block_size), geometry.max_num_batched_tokens
+    lengths = [len(request) + request.max_tokens for request in case.requests]
+    roomy = geometry.num_blocks > sum(blocks_needed(sizes, chunk, length) for length in lengths)
+    windows = [
+        blocks_needed(sizes, chunk, length) - ceil(length / geometry.block_size)
+        for length in (lengths if roomy else [max(lengths)])
+    ]
+    groups = min(1 + more, MAX_WINDOW_GROUPS)
+    blocks = geometry.num_blocks + (groups - 1) * sum(windows)
+    return msgspec.structs.replace(
+        case, geometry=msgspec.structs.replace(geometry, window_groups=groups, num_blocks=blocks)
+    )

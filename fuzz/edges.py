@@ -61,6 +61,7 @@ EDGES: Final[dict[str, str]] = {
     "replay-off-hit": "a hit is adopted with replay off",
     "replay-start-mid-block": "replay starts inside a block of the window group",
     "replay-start-retired": "replay starts in a block that retention gives up (CONTRACT 12)",
+    "several-window-groups": "a hit is replayed in two or more window groups",
 }
 """Edge id to what it means, in one line. Ids are stable: reports, tests and seeds use them."""
 
@@ -82,6 +83,7 @@ class _Walk:
         self.window = trace.geometry.window
         self.multiple = hit_multiple(trace)
         self.cacheable = next((i for i, group in enumerate(trace.groups) if group.kind == "cacheable"), 0)
+        self.windows = sum(group.kind == "window" for group in trace.groups)
         self.tokens = [np.concatenate([r.prompt, np.asarray(r.output, np.int32)]) for r in trace.requests]
         self.commons: dict[tuple[int, int], int] = {}
         self.end: dict[int, int] = {}
@@ -192,6 +194,8 @@ class _Walk:
         self.depths.add(hit)
         if life.replay_start:
             self.reached.add("hit-above-window")
+            if self.windows > 1:
+                self.reached.add("several-window-groups")
             if hit == (self.window // self.multiple + 1) * self.multiple:
                 self.reached.add("hit-smallest-adopted")
             if life.replay_start % geometry.swa_block_size:

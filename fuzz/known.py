@@ -60,36 +60,42 @@ def _null_replay_block(violation: Violation, view: View) -> bool:
     An invariant gives a few examples a site. They can speak for the rest only if no other position is read or written
     in the null block, so that is looked at, too.
     """
-    group = view.window_group
-    if group is None:
-        return False
     if violation.invariant in _OF_OUTPUTS:
-        return _replays_from_null(violation, view, group)
+        return _replays_from_null(violation, view)
     if not violation.site.endswith(", the null block"):
         return False
     if violation.step is None or violation.row is None or violation.position is None:
         return False
-    if violation.invariant == "write-fence" and not violation.site.startswith(f"group {group},"):
-        return False
+    groups = [group for group in view.window_groups if _site_is_of(violation, view, group)]
     steps = [step.index for step in view.trace.steps]
     row = view.row_offset[steps.index(violation.step)] + violation.row
-    return bool(_retired(view, group, np.array([row]), np.array([violation.position])).all()) and _only_there(
-        view, group
-    )
+    at = np.array([row]), np.array([violation.position])
+    return any(bool(_retired(view, group, *at).all()) for group in groups) and _only_there(view)
 
 
-def _replays_from_null(violation: Violation, view: View, group: int) -> bool:
+def _site_is_of(violation: Violation, view: View, group: int) -> bool:
+    """Whether the violation's site is the window group, or a consumer that reads it."""
+    site = violation.site.removesuffix(", the null block")
+    if violation.invariant == "write-fence":
+        return site == f"group {group}"
+    return any(reads.consumer == site and reads.group == group for reads in view.reads)
+
+
+def _replays_from_null(violation: Violation, view: View) -> bool:
     """Whether the request whose outputs are wrong replays from the null block: others write there, too."""
     number = next((i for i, request in enumerate(view.trace.requests) if request.id == violation.request), -1)
     rows = np.flatnonzero(view.request == number)
-    return bool(_retired(view, group, rows, view.floor[rows]).any()) and _only_there(view, group)
+    retired = any(bool(_retired(view, group, rows, view.floor[rows]).any()) for group in view.window_groups)
+    return retired and _only_there(view)
 
 
-def _only_there(view: View, group: int) -> bool:
+def _only_there(view: View) -> bool:
     """Whether no other position is read or written in the null block."""
-    stores = view.stores(group)
-    touched = [(stores.row, stores.position), *((reads.cell_row, reads.cell_position) for reads in view.reads)]
-    return all(bool((_retired(view, group, *at) | ~_null(view, group, *at)).all()) for at in touched)
+    touched = [(reads.group, reads.cell_row, reads.cell_position) for reads in view.reads if reads.group is not None]
+    for group in view.window_groups:
+        stores = view.stores(group)
+        touched.append((group, stores.row, stores.position))
+    return all(bool((_retired(view, *at) | ~_null(view, *at)).all()) for at in touched)
 
 
 _OF_OUTPUTS: Final = ("output-match", "poison-blind", "mix-blind")

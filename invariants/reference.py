@@ -126,9 +126,9 @@ class _Replay:
         self.multiple = hit_multiple(trace)
         kinds = [group.kind for group in trace.groups]
         self.cacheable = kinds.index("cacheable") if "cacheable" in kinds else 0
-        caching = {self.cacheable}
-        if not trace.replay_expected and "window" in kinds:
-            caching.add(kinds.index("window"))
+        self.windows = [group for group, kind in enumerate(kinds) if kind == "window" and not trace.replay_expected]
+        """Window groups that take part in the prefix cache."""
+        caching = (self.cacheable, *self.windows)
         self.caches = {group: PrefixCache(trace.groups[group].block_size, self.multiple) for group in caching}
         self.nodes: dict[tuple[int, int], list[int]] = {}
         """Of each request, in each caching group."""
@@ -161,7 +161,7 @@ class _Replay:
         """Look the request up, before it takes its blocks."""
         low, high = self.caches[self.cacheable].lookup(self._nodes(admission.request, self.cacheable), admission.tokens)
         doubt = "drop_blocks may have dropped a block of it" if low < high else ""
-        if len(self.caches) > 1:
+        if self.windows:
             low, doubt = self._window_hit(admission.request, low), "replay is off, so the window group takes part"
         if not self.trace.requests[admission.request].reads_cache:
             low, high, doubt = 0, 0, ""
@@ -185,15 +185,12 @@ class _Replay:
         return _Life(admission.request, seen, {group: blocks[group] for group in self.caches})
 
     def _window_hit(self, request: int, most: int) -> int:
-        """Longest hit up to ``most`` whose window is surely cached too."""
-        for group, cache in self.caches.items():
-            if group == self.cacheable:
-                continue
-            nodes = self._nodes(request, group)
-            for hit in range(most, 0, -self.multiple):
-                kept = nodes[slice(*self._kept(hit, cache.block_size))]
-                if kept and all(map(cache.certain, kept)):
-                    return hit
+        """Longest hit up to ``most`` whose window is surely cached too, in every window group."""
+        windows = [(self.caches[group], self._nodes(request, group)) for group in self.windows]
+        for hit in range(most, 0, -self.multiple):
+            kept = [(cache, nodes[slice(*self._kept(hit, cache.block_size))]) for cache, nodes in windows]
+            if all(nodes and all(map(cache.certain, nodes)) for cache, nodes in kept):
+                return hit
         return 0
 
     def _kept(self, boundary: int, block_size: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.integer[Any]]
@@ -48,6 +49,8 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A longer prefill gets at most this many tokens a step; 0 = no limit."""
     replay: bool = True
     """Bounded replay asked for (vLLM's ``--swa-bounded-replay``)."""
+    window_groups: int | UnsetType = UNSET
+    """Sliding-window groups, all alike but for their block tables; unset: one. DeepSeek-V4.1 has four."""
 
 
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -192,6 +195,8 @@ class Gathers:
     may run as either, whatever it is."""
     sampled: bool = False
     """Asked in some steps only: where it is absent, nothing is missing."""
+    group: int | None = None
+    """The window group that it reads, as an index into ``Trace.groups``; None: the first one."""
 
 
 @dataclass(slots=True)

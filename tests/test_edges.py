@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from msgspec import UNSET
 
 from fuzz.edges import EDGES, common_prefix, edges
 from invariants.trace import Admission, Geometry, Group, Step, Trace, TracedRequest
@@ -60,7 +61,8 @@ class Run:
             ],
             groups=[
                 Group("cacheable", geometry.block_size, True, 0),
-                Group("window", geometry.swa_block_size, not replay, geometry.window if replay else 0),
+                *[Group("window", geometry.swa_block_size, not replay, geometry.window if replay else 0)]
+                * (geometry.window_groups if geometry.window_groups is not UNSET else 1),
             ],
             replay_expected=replay,
             kernels="none",
@@ -89,7 +91,10 @@ class Run:
             scheduled=ints(row.scheduled for row in rows),
             prefill=np.array([row.prefill for row in rows], bool),
             replay_start=ints(0 for _ in rows),
-            tables=[[ints(row.blocks) for row in rows], [ints([]) for _ in rows]],
+            tables=[
+                [ints(row.blocks) for row in rows],
+                *[[ints([]) for _ in rows]] * (self.sizes.get("window_groups", 1)),
+            ],
             preempted=self.preempted.get(index, []),
             finished=self.finished.get(index, []),
             events=self.events.get(index, []),
@@ -285,6 +290,10 @@ SCENARIOS: dict[str, tuple[Run, set[str]]] = {
     "window one more than a block": (
         Run([LONG, LONG], [(0, 0), (1, 12)], [COLD, [Row(1, 7, 6, [1, 2, 3, 5])]], sizes={"window": 5}),
         HIT_12 | {"replay-start-mid-block", "replay-start-retired"},
+    ),
+    "two window groups": (
+        Run([LONG, LONG], [(0, 0), (1, 12)], [COLD, [Row(1, 8, 5, [1, 2, 3, 5])]], sizes={"window_groups": 2}),
+        HIT_12 | {"several-window-groups"},
     ),
     "a replay in a step of 1,024 tokens": (
         Run(

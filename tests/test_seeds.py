@@ -68,6 +68,9 @@ CLAIMS: dict[str, set[str]] = {
     "replay-in-1024-row-step": {"replay-in-large-step", "cold-beside-replay"},
     "window-128-small-blocks": {"hit-equals-window", "hit-smallest-adopted"},
     "prompt-8192-twice": {"hit-backs-off", "identical-twice"},
+    "two-window-groups": {"several-window-groups", "decode-beside-replay"},
+    "four-window-groups": {"several-window-groups"},
+    "two-window-groups-replay-off": {"replay-off-hit"},
 }
 """Slug to the edges that the seed must reach."""
 
