@@ -62,6 +62,7 @@ EDGES: Final[dict[str, str]] = {
     "replay-start-mid-block": "replay starts inside a block of the window group",
     "replay-start-retired": "replay starts in a block that retention gives up (CONTRACT 12)",
     "several-window-groups": "a hit is replayed in two or more window groups",
+    "idle-batch-over-cached-blocks": "an engine without requests runs a dummy batch while blocks are cached",
 }
 """Edge id to what it means, in one line. Ids are stable: reports, tests and seeds use them."""
 
@@ -123,6 +124,8 @@ class _Walk:
                 self._row(step, admission, rows[admission])
             self._batch(step)
             self._left(step.finished)
+            if step.idled and self.cached:
+                self.reached.add("idle-batch-over-cached-blocks")
         return self.reached
 
     def _before(self, step: Step) -> None:

@@ -241,6 +241,9 @@ class Step:
     events: list[str] = field(default_factory=list)
     """Events of the case applied before the step: "preempt", "abort", "reset_prefix_cache" (only if it took
     effect), "drop_blocks"."""
+    idled: bool = False
+    """After the step the engine had no request for a while, and so ran a dummy batch, as a data-parallel rank does
+    while others have requests. What that wrote and read is listed with rows of no request."""
 
 
 @dataclass(slots=True)

@@ -46,6 +46,7 @@ class Run:
     finished: dict[int, list[int]] = field(default_factory=dict)
     aborted: tuple[int, ...] = ()
     events: dict[int, list[str]] = field(default_factory=dict)
+    idled: tuple[int, ...] = ()
     sizes: dict[str, int | bool] = field(default_factory=dict)
 
     def trace(self) -> Trace:
@@ -98,6 +99,7 @@ class Run:
             preempted=self.preempted.get(index, []),
             finished=self.finished.get(index, []),
             events=self.events.get(index, []),
+            idled=index in self.idled,
         )
 
 
@@ -291,6 +293,8 @@ SCENARIOS: dict[str, tuple[Run, set[str]]] = {
         Run([LONG, LONG], [(0, 0), (1, 12)], [COLD, [Row(1, 7, 6, [1, 2, 3, 5])]], sizes={"window": 5}),
         HIT_12 | {"replay-start-mid-block", "replay-start-retired"},
     ),
+    "idle before anything is cached": (Run(["aaa"], [(0, 0)], [[Row(0, 0, 3, [1])]], idled=(0,)), set()),
+    "idle while blocks are cached": (Run([LONG], [(0, 0)], [COLD], idled=(0,)), {"idle-batch-over-cached-blocks"}),
     "two window groups": (
         Run([LONG, LONG], [(0, 0), (1, 12)], [COLD, [Row(1, 8, 5, [1, 2, 3, 5])]], sizes={"window_groups": 2}),
         HIT_12 | {"several-window-groups"},

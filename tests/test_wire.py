@@ -65,6 +65,7 @@ def full() -> Trace:
         preempted=[0],
         finished=[0],
         events=["preempt"],
+        idled=True,
     )
     digests = np.array([(1 << 64) - 1], np.uint64)
     return Trace(

@@ -55,8 +55,9 @@ class Driver:
         self._live: dict[str, Any] = {}
         self._seen = [zlib.crc32(prompt.tobytes()) for prompt in self.prompts]
 
-    def run(self, look: Callable[[Scheduled], None]) -> None:
-        """To the end of the case; ``look`` sees each step before its output. Raises ``Hung``, and what vLLM raises."""
+    def run(self, look: Callable[[Scheduled], None], idle_batch: Callable[[], None] = lambda: None) -> None:
+        """To the end of the case; ``look`` sees each step before its output, and ``idle_batch`` is called once where no
+        request is left before the next one comes. Raises ``Hung``, and what vLLM raises."""
         arrivals = sorted(self.case.requests, key=lambda request: request.arrive)[::-1]
         idle = stuck = 0
         done = self._done()
@@ -64,8 +65,10 @@ class Driver:
         lengths = sum(len(request) + request.max_tokens for request in self.case.requests)
         most = IDLE_STEPS + (1 + len(self.case.events)) * lengths
         while arrivals or self._live:
-            if not self._live:
-                self.step = max(self.step, arrivals[-1].arrive)
+            if not self._live and arrivals[-1].arrive > self.step:
+                if self.step:
+                    idle_batch()
+                self.step = arrivals[-1].arrive
             while arrivals and arrivals[-1].arrive <= self.step:
                 self._add(arrivals.pop().id)
             scheduled = Scheduled(self.step, None, [])

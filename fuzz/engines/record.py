@@ -204,7 +204,7 @@ class StepRecorder:
         step.prefill, step.replay_start = batch.prefill, batch.replay_start
         row = np.repeat(np.arange(len(step.request), dtype=np.int32), step.scheduled)
         self._write(step, row, batch.positions, batch.slots)
-        self.record_padding(step, batch.padding)
+        self._padding(step, batch.padding)
         for group, part in zip(self._windows, (batch, *batch.others), strict=True):
             first = len(step.gathers)
             self._gathers(step, part, row, self._shadows[group])
@@ -238,7 +238,13 @@ class StepRecorder:
             queries, span = Queries(rows, batch.computed[rows]), (low[rows], high[rows])
             step.gathers.append(gathers("gather-length", "row", queries, span, stretches(low, high, tables), shadow))
 
-    def record_padding(self, step: Step, padding: Padding) -> None:
+    def record_idle(self, padding: Padding) -> None:
+        """What a dummy batch after the last step that was recorded writes and gathers."""
+        step = self._trace.steps[-1]
+        step.idled = True
+        self._padding(step, padding)
+
+    def _padding(self, step: Step, padding: Padding) -> None:
         """What rows of no request write and gather: nothing, and then the step does not mention them (CONTRACT 16)."""
         rows = len(step.request)
         for group, slots in enumerate(padding.slots):
