@@ -13,7 +13,7 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from fuzz.case import MAX_WINDOW_GROUPS, Case
+from fuzz.case import MAX_WINDOW_GROUPS, Case, Event, Request
 from fuzz.strategies import Sizes, blocks_needed, cases
 from invariants.trace import Probe
 
@@ -23,7 +23,7 @@ def cases_for(engine: str, profile: str) -> SearchStrategy[Case]:
     plain = cases(profile)
     if engine == "cpu":
         return with_probe(plain)
-    plain = with_window_groups(plain)
+    plain = with_window_groups(with_lost_prefixes(plain))
     return with_crowds(plain) if engine == "kernels" else plain
 
 
@@ -102,4 +102,30 @@ def _more_windows(case: Case, more: int) -> Case:
     blocks = geometry.num_blocks + (groups - 1) * sum(windows)
     return msgspec.structs.replace(
         case, geometry=msgspec.structs.replace(geometry, window_groups=groups, num_blocks=blocks)
+    )
+
+
+def with_lost_prefixes(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in ten with a request more that is preempted when what it had hit is dropped: it resumes
+    without the hit of its earlier life."""
+    return st.builds(_lose_prefix, plain, st.integers(0, 39).map(lambda number: max(0, number - 35)))
+
+
+def _lose_prefix(case: Case, delay: int) -> Case:
+    """The longest prompt once more after all others, preempted ``delay`` steps after its arrival, if any."""
+    geometry, longest = case.geometry, max(case.requests, key=len)
+    if not delay or len(longest) <= geometry.window:
+        return case
+    lengths = [len(request) + request.max_tokens for request in case.requests]
+    more = max(0, len(longest) + 1 + delay - max(lengths))
+    blocks = ceil(more / geometry.block_size) + ceil(more / geometry.swa_block_size)
+    # By then the others are gone: a step computes a token of some request, unless one of them is preempted.
+    arrive = max(request.arrive for request in case.requests) + sum(lengths)
+    again = Request(id="again", arrive=arrive, prompt=longest.prompt, max_tokens=1 + delay)
+    step = arrive + delay
+    return msgspec.structs.replace(
+        case,
+        geometry=msgspec.structs.replace(geometry, num_blocks=geometry.num_blocks + blocks),
+        requests=(*case.requests, again),
+        events=(*case.events, Event(step=step, kind="preempt", request="again"), Event(step=step, kind="drop_blocks")),
     )

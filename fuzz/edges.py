@@ -61,6 +61,7 @@ EDGES: Final[dict[str, str]] = {
     "replay-off-hit": "a hit is adopted with replay off",
     "replay-start-mid-block": "replay starts inside a block of the window group",
     "replay-start-retired": "replay starts in a block that retention gives up (CONTRACT 12)",
+    "resumed-cold-after-replay": "a resumed request adopts no hit, though it replayed in its earlier life",
     "several-window-groups": "a hit is replayed in two or more window groups",
     "idle-batch-over-cached-blocks": "an engine without requests runs a dummy batch while blocks are cached",
 }
@@ -190,7 +191,7 @@ class _Walk:
             if life.replay_start and life.hit > len(self.trace.requests[life.request].prompt):
                 self.reached.add("resumed-replays-output")
         if before is not None and self.trace.admissions[before].replay_start not in (0, life.replay_start):
-            self.reached.add("resumed-elsewhere")
+            self.reached.add("resumed-elsewhere" if life.hit else "resumed-cold-after-replay")
 
     def _adopted(self, step: Step, life: Admission, row: int) -> None:
         geometry, hit = self.trace.geometry, life.hit

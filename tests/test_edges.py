@@ -253,6 +253,17 @@ SCENARIOS: dict[str, tuple[Run, set[str]]] = {
         ),
         HIT_12 | {"preempted", "preempted-then-hit", "resumed-replays-output", "resumed-elsewhere", "several-depths"},
     ),
+    "resumed without the hit that it had": (
+        Run(
+            [LONG, LONG],
+            [(0, 0), (1, 12), (1, 0)],
+            [COLD, [Row(1, 8, 5, [1, 2, 3, 5])], [Row(2, 0, 14, [6, 7, 8, 9])]],
+            outputs={1: "w"},
+            preempted={2: [1]},
+            events={2: ["preempt", "drop_blocks"]},
+        ),
+        HIT_12 | {"preempted", "resumed-cold-after-replay", "drop-blocks", "dropped-then-miss"},
+    ),
     "evicted by another prompt": (
         Run(
             [LONG, "xyz", LONG],

@@ -69,6 +69,8 @@ CLAIMS: dict[str, set[str]] = {
     "window-128-small-blocks": {"hit-equals-window", "hit-smallest-adopted"},
     "prompt-8192-twice": {"hit-backs-off", "identical-twice"},
     "idle-between-twins": {"idle-batch-over-cached-blocks", "identical-twice"},
+    "resumed-cold-after-replay": {"resumed-cold-after-replay", "dropped-then-miss"},
+    "evicted-before-it-resumes": {"resumed-cold-after-replay", "evicted-then-miss"},
     "two-window-groups": {"several-window-groups", "decode-beside-replay"},
     "four-window-groups": {"several-window-groups"},
     "two-window-groups-replay-off": {"replay-off-hit"},
