@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from fuzz.case import MAX_WINDOW_GROUPS, Case, Event, Request
-from fuzz.strategies import Sizes, blocks_needed, cases
+from fuzz.strategies import Sizes, blocks_needed, cases, replay_start_can_be_null
 from invariants.trace import Probe
 
 
@@ -23,7 +23,7 @@ def cases_for(engine: str, profile: str) -> SearchStrategy[Case]:
     plain = cases(profile)
     if engine == "cpu":
         return with_probe(plain)
-    plain = with_window_groups(with_lost_prefixes(plain))
+    plain = with_window_groups(with_lost_prefixes(with_larger_window_blocks(plain)))
     return with_crowds(plain) if engine == "kernels" else plain
 
 
@@ -79,6 +79,36 @@ def _crowd(case: Case, copies: int) -> Case:
         case.geometry, max_num_seqs=copies + 8, max_num_batched_tokens=tokens, long_prefill_token_threshold=0
     )
     return msgspec.structs.replace(case, requests=(*case.requests, *more), geometry=geometry)
+
+
+def with_larger_window_blocks(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in five with a window block of twice, or one and a half times, the cacheable block: hits end
+    on multiples of both. Prompts and chunks grow with the multiple, so that what they share stays as long in hits."""
+    return st.builds(_larger_window_block, plain, st.sampled_from((1,) * 16 + (3, 3, 2, 2)))
+
+
+def _larger_window_block(case: Case, times: int) -> Case:
+    """``times``: how much longer hits get. Only where the block that replay starts in stays (CONTRACT 12)."""
+    geometry = case.geometry
+    times = 2 if times == 3 and geometry.block_size % 2 else times
+    block = geometry.block_size * times // (1 if times == 2 else 2)
+    if times == 1 or replay_start_can_be_null(Sizes(geometry.window, geometry.block_size, block)):
+        return case
+    return msgspec.structs.replace(
+        case,
+        geometry=msgspec.structs.replace(
+            geometry,
+            swa_block_size=block,
+            num_blocks=1 + times * (geometry.num_blocks - 1),
+            max_num_batched_tokens=times * geometry.max_num_batched_tokens,
+        ),
+        requests=tuple(
+            msgspec.structs.replace(
+                request, prompt=tuple((stream, times * start, times * stop) for stream, start, stop in request.prompt)
+            )
+            for request in case.requests
+        ),
+    )
 
 
 def with_window_groups(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:

@@ -63,6 +63,8 @@ EDGES: Final[dict[str, str]] = {
     "replay-start-retired": "replay starts in a block that retention gives up (CONTRACT 12)",
     "resumed-cold-after-replay": "a resumed request adopts no hit, though it replayed in its earlier life",
     "several-window-groups": "a hit is replayed in two or more window groups",
+    "window-block-larger": "a hit is replayed where blocks of the window group are larger than the cacheable group's",
+    "window-block-not-dividing": "a hit is replayed where the block of neither group divides the other's",
     "idle-batch-over-cached-blocks": "an engine without requests runs a dummy batch while blocks are cached",
 }
 """Edge id to what it means, in one line. Ids are stable: reports, tests and seeds use them."""
@@ -198,8 +200,7 @@ class _Walk:
         self.depths.add(hit)
         if life.replay_start:
             self.reached.add("hit-above-window")
-            if self.windows > 1:
-                self.reached.add("several-window-groups")
+            self._layout(geometry.block_size, geometry.swa_block_size)
             if hit == (self.window // self.multiple + 1) * self.multiple:
                 self.reached.add("hit-smallest-adopted")
             if life.replay_start % geometry.swa_block_size:
@@ -218,6 +219,15 @@ class _Walk:
             step.tables[self.cacheable][row][: hit // geometry.block_size].tolist()
         ):
             self.reached.add("same-step-hit")
+
+    def _layout(self, block: int, window_block: int) -> None:
+        """What a replayed hit says of the groups."""
+        if self.windows > 1:
+            self.reached.add("several-window-groups")
+        if window_block > block:
+            self.reached.add("window-block-larger")
+        if window_block % block and block % window_block:
+            self.reached.add("window-block-not-dividing")
 
     def _shared(self, life: Admission, prediction: Prediction | None) -> None:
         """What the request has in common with those before it, itself before a preemption included."""

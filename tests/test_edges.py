@@ -306,6 +306,15 @@ SCENARIOS: dict[str, tuple[Run, set[str]]] = {
     ),
     "idle before anything is cached": (Run(["aaa"], [(0, 0)], [[Row(0, 0, 3, [1])]], idled=(0,)), set()),
     "idle while blocks are cached": (Run([LONG], [(0, 0)], [COLD], idled=(0,)), {"idle-batch-over-cached-blocks"}),
+    "a window block of two blocks": (
+        Run([LONG, LONG], [(0, 0), (1, 8)], [COLD, [Row(1, 4, 9, [1, 2, 5, 6])]], sizes={"swa_block_size": 8}),
+        (HIT_12 - {"one-token-tail"}) | {"hit-smallest-adopted", "replay-start-mid-block", "window-block-larger"},
+    ),
+    "blocks of four and of three": (
+        Run([LONG, LONG], [(0, 0), (1, 12)], [COLD, [Row(1, 8, 5, [1, 2, 3, 5])]], sizes={"swa_block_size": 3}),
+        HIT_12
+        | {"hit-smallest-adopted", "replay-start-mid-block", "replay-start-retired", "window-block-not-dividing"},
+    ),
     "two window groups": (
         Run([LONG, LONG], [(0, 0), (1, 12)], [COLD, [Row(1, 8, 5, [1, 2, 3, 5])]], sizes={"window_groups": 2}),
         HIT_12 | {"several-window-groups"},
