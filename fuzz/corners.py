@@ -7,6 +7,7 @@ Relied upon: a plain case stays the likeliest, so that a corner costs the rest l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
 
 import msgspec
@@ -23,6 +24,8 @@ def cases_for(engine: str, profile: str) -> SearchStrategy[Case]:
     plain = cases(profile)
     if engine == "cpu":
         return with_probe(plain)
+    if engine == "scheduler":
+        plain = with_priorities(plain)
     plain = with_window_groups(with_lost_prefixes(with_larger_window_blocks(plain)))
     return with_crowds(plain) if engine == "kernels" else plain
 
@@ -158,4 +161,36 @@ def _lose_prefix(case: Case, delay: int) -> Case:
         geometry=msgspec.structs.replace(geometry, num_blocks=geometry.num_blocks + blocks),
         requests=(*case.requests, again),
         events=(*case.events, Event(step=step, kind="preempt", request="again"), Event(step=step, kind="drop_blocks")),
+    )
+
+
+def with_priorities(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in five scheduled by priority: requests arrive one a step, into a pool for hardly more than
+    one of them, and later ones tend to go before earlier ones."""
+    priorities = st.lists(st.sampled_from((-1, -2, -3, 0, 1)), min_size=4, max_size=4)
+    return st.builds(_prioritise, plain, st.sampled_from((0,) * 8 + (2, 4)), priorities)
+
+
+def _prioritise(case: Case, room: int, priorities: Sequence[int]) -> Case:
+    """Priorities for all but the first request, in turn; ``room``: blocks more than the longest one needs."""
+    if not room or len(case.requests) == 1:
+        return case
+    geometry = case.geometry
+    first, *later = [
+        msgspec.structs.replace(request, arrive=index, max_tokens=max(request.max_tokens, 9))
+        for index, request in enumerate(case.requests)
+    ]
+    given = [msgspec.structs.replace(later[i], priority=priorities[i % len(priorities)]) for i in range(len(later))]
+    sizes, chunk = Sizes(geometry.window, geometry.block_size, geometry.swa_block_size), geometry.max_num_batched_tokens
+    needed = max(blocks_needed(sizes, chunk, len(request) + request.max_tokens) for request in (first, *given))
+    return msgspec.structs.replace(
+        case,
+        geometry=msgspec.structs.replace(
+            geometry,
+            num_blocks=1 + needed + room,
+            max_num_seqs=min(8, chunk),
+            # A prefill goes on for some steps, beside decodes that take the blocks away that it was admitted for.
+            long_prefill_token_threshold=min((1 + room) * sizes.hit_unit, len(first)),
+        ),
+        requests=(first, *given),
     )

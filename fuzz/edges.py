@@ -61,6 +61,8 @@ EDGES: Final[dict[str, str]] = {
     "replay-off-hit": "a hit is adopted with replay off",
     "replay-start-mid-block": "replay starts inside a block of the window group",
     "replay-start-retired": "replay starts in a block that retention gives up (CONTRACT 12)",
+    "overtaken": "by priority, a request is admitted before one that has waited longer",
+    "preempted-by-priority": "the pool preempts a request though others have been admitted after it",
     "resumed-cold-after-replay": "a resumed request adopts no hit, though it replayed in its earlier life",
     "several-window-groups": "a hit is replayed in two or more window groups",
     "window-block-larger": "a hit is replayed where blocks of the window group are larger than the cacheable group's",
@@ -138,12 +140,30 @@ class _Walk:
                 self.reached.add(event.replace("_", "-"))
                 self.lost = "reset-then-miss" if event == "reset_prefix_cache" else "dropped-then-miss"
                 self.cached.clear()
+        self._priorities(step)
         for request in step.preempted:
             self._cut_short(request, "preempted", "preempted-mid-replay")
         self._left(step.preempted)
         for request in step.finished:
             if self.trace.requests[request].finished == "abort":
                 self._cut_short(request, "abort", "aborted-mid-replay")
+
+    def _priorities(self, step: Step) -> None:
+        """Who goes before whom where requests have priorities."""
+        requests = self.trace.requests
+        if all(request.priority is None for request in requests):
+            return
+        latest = int(step.admission.max(initial=-1))
+        if "preempt" not in step.events and any(self.life.get(one, latest) < latest for one in step.preempted):
+            self.reached.add("preempted-by-priority")
+        waiting = [
+            request.arrive
+            for index, request in enumerate(requests)
+            if request.arrive < step.index and index not in self.life and index not in step.request
+        ]
+        new = [requests[index].arrive for index in step.request.tolist() if index not in self.life]
+        if waiting and new and min(waiting) < max(new):
+            self.reached.add("overtaken")
 
     def _cut_short(self, request: int, edge: str, mid_replay: str) -> None:
         self.reached.add(edge)

@@ -13,6 +13,9 @@ read from vLLM 0.33.0 (block_pool, kv_cache_manager) and owed by its documentati
 * Freeing a block, a preemption included, loses nothing. A cached block is lost when the pool hands it out again, in any
   group: then its id appears newly in a block table. Tables only grow, apart from entries that become null.
 * At least one token is left to compute, and hits end on multiples of every group's block size.
+* By priority, not by arrival, a request may be preempted in a step that had scheduled it already. Blocks that it was
+  handed for that chunk are in no table of the step, though what they held is lost: any block may be, so there are only
+  bounds. It computed nothing, so what it would have computed cannot be hit.
 * With replay off the window group takes part, and what is owed of it is what a prompt sent again needs: the window
   before the last boundary that such a prompt can hit. What else vLLM keeps is its own affair, so there are only bounds.
 
@@ -137,7 +140,11 @@ class _Replay:
     def run(self) -> list[Prediction | None]:
         admissions = self.trace.admissions
         predictions: list[Prediction | None] = [None] * len(admissions)
+        by_priority = any(request.priority is not None for request in self.trace.requests)
         for step in self.trace.steps:
+            if by_priority and step.preempted:
+                for cache in self.caches.values():
+                    cache.doubt()
             for event in step.events:
                 for cache in self.caches.values():
                     if event == "reset_prefix_cache":
@@ -160,7 +167,7 @@ class _Replay:
     def _admit(self, step: Step, row: int, admission: Admission) -> Prediction:
         """Look the request up, before it takes its blocks."""
         low, high = self.caches[self.cacheable].lookup(self._nodes(admission.request, self.cacheable), admission.tokens)
-        doubt = "drop_blocks may have dropped a block of it" if low < high else ""
+        doubt = "drop_blocks, or a chunk that was withdrawn, may have cost a block of it" if low < high else ""
         if self.windows:
             low, doubt = self._window_hit(admission.request, low), "replay is off, so the window group takes part"
         if not self.trace.requests[admission.request].reads_cache:

@@ -121,6 +121,8 @@ class TracedRequest:
     """None where no model runs."""
     reads_cache: bool = True
     """False: it asks for prompt logprobs, of which every row has to be computed, and so looks nothing up."""
+    priority: int | None = None
+    """Lower goes first, and stays when the pool is full; None: requests go in the order in which they arrived."""
 
 
 @dataclass(slots=True)

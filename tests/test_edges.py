@@ -47,6 +47,8 @@ class Run:
     aborted: tuple[int, ...] = ()
     events: dict[int, list[str]] = field(default_factory=dict)
     idled: tuple[int, ...] = ()
+    priorities: tuple[int | None, ...] = ()
+    arrivals: tuple[int, ...] = ()
     sizes: dict[str, int | bool] = field(default_factory=dict)
 
     def trace(self) -> Trace:
@@ -68,6 +70,10 @@ class Run:
             replay_expected=replay,
             kernels="none",
         )
+        for request, priority in zip(trace.requests, self.priorities, strict=False):
+            request.priority = priority
+        for request, arrive in zip(trace.requests, self.arrivals, strict=False):
+            request.arrive = arrive
         for request in self.aborted:
             trace.requests[request].finished = "abort"
         for index, rows in enumerate(self.rows):
@@ -252,6 +258,26 @@ SCENARIOS: dict[str, tuple[Run, set[str]]] = {
             preempted={5: [1]},
         ),
         HIT_12 | {"preempted", "preempted-then-hit", "resumed-replays-output", "resumed-elsewhere", "several-depths"},
+    ),
+    "by priority the second one of three goes last": (
+        Run(
+            ["aaa", "bbb", "ccc"],
+            [(0, 0), (2, 0), (1, 0)],
+            [[Row(0, 0, 3, [1])], [Row(0, 3, 1, [1], False), Row(1, 0, 3, [2])], [Row(2, 0, 3, [3])]],
+            priorities=(0, 1, 0),
+            arrivals=(0, 0, 1),
+        ),
+        {"overtaken"},
+    ),
+    "by priority the first one makes room": (
+        Run(
+            ["aaa", "bbb"],
+            [(0, 0), (1, 0), (0, 0)],
+            [[Row(0, 0, 3, [1])], [Row(1, 0, 3, [2])], [Row(1, 3, 1, [2], False)], [Row(2, 0, 3, [3])]],
+            preempted={2: [0]},
+            priorities=(1, None),
+        ),
+        {"preempted", "preempted-by-priority"},
     ),
     "resumed without the hit that it had": (
         Run(

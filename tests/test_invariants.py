@@ -97,6 +97,26 @@ def test_the_threshold_does_not_bind_a_request_that_is_alone():
     assert [(v.step, v.expected) for v in over] == [(2, "1 to 6 tokens")]
 
 
+def test_by_priority_nobody_is_preempted_for_one_that_comes_after_it():
+    trace = traces.prime_then_hit()
+    trace.steps[3].preempted = [0]  # beside row 1, the query
+    trace.requests[0].priority, trace.requests[1].priority = 1, 1
+    assert ("progress", "priority") not in found(trace)
+    trace.requests[1].priority = 2
+    assert ("progress", "priority") in found(trace)
+    trace.steps[3].events = ["preempt"]
+    assert ("progress", "priority") not in found(trace)
+
+
+def test_by_priority_a_withdrawn_chunk_may_have_had_part_of_the_budget():
+    trace = traces.preempted_then_hit()
+    trace.geometry = traces.geometry(max_num_batched_tokens=7)
+    trace.steps[2].scheduled[0], trace.admissions[1].scheduled = 5, 5
+    assert ("progress", "scheduled") in found(trace)
+    trace.requests[0].priority = 1
+    assert ("progress", "scheduled") not in {(v.invariant, v.site) for v in judge(trace) if v.step == 2}
+
+
 def test_a_run_that_broke_off_is_reported_once(trace: Trace):
     trace.faults.append(Fault("exception", 3, "AssertionError: no blocks"))
     trace.final = None

@@ -72,6 +72,8 @@ CLAIMS: dict[str, set[str]] = {
     "resumed-cold-after-replay": {"resumed-cold-after-replay", "dropped-then-miss"},
     "evicted-before-it-resumes": {"resumed-cold-after-replay", "evicted-then-miss"},
     "window-block-no-multiple": {"window-block-not-dividing", "window-block-larger", "replay-spans-chunks"},
+    "overtaken-by-priority": {"overtaken"},
+    "preempted-by-priority": {"preempted-by-priority", "resumed-elsewhere"},
     "two-window-groups": {"several-window-groups", "decode-beside-replay"},
     "four-window-groups": {"several-window-groups"},
     "two-window-groups-replay-off": {"replay-off-hit"},

@@ -78,6 +78,8 @@ def vllm_config(case: Case) -> Any:
     scheduler.max_num_scheduled_tokens = geometry.max_num_batched_tokens
     scheduler.max_num_seqs = geometry.max_num_seqs
     scheduler.long_prefill_token_threshold = geometry.long_prefill_token_threshold
+    by_priority = any(request.priority is not UNSET for request in case.requests)
+    scheduler.policy = "priority" if by_priority else "fcfs"
     config.model_config.max_model_len = scheduler.max_model_len = case.max_model_len
     config.model_config.hf_config.sliding_window = geometry.window
     config.cache_config.block_size = geometry.block_size

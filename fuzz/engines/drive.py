@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from msgspec import UNSET
 
 from fuzz.case import FIRST_TOKEN, TOKENS, Case, Event, Request
 
@@ -93,12 +94,14 @@ class Driver:
         from vllm.v1.request import Request
 
         index = self._index[name]
+        request = self.case.requests[index]
         self._live[name] = Request(
             request_id=name,
             prompt_token_ids=self.prompts[index].tolist(),
-            sampling_params=self.sampling(self.case.requests[index]),
+            sampling_params=self.sampling(request),
             pooling_params=None,
             block_hasher=self._hasher,
+            priority=0 if request.priority is UNSET else request.priority,
         )
         self.scheduler.add_request(self._live[name])
 

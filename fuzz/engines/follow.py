@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 
 from fuzz.case import Case
 from fuzz.engines.drive import Driver, Hung, Scheduled
@@ -29,6 +30,7 @@ def traced_requests(case: Case, has_model: bool = False) -> list[TracedRequest]:
             prompt=request.tokens(),
             max_tokens=request.max_tokens,
             reads_cache=not (has_model and request.prompt_logprobs is True),
+            priority=None if request.priority is UNSET else request.priority,
         )
         for request in case.requests
     ]
