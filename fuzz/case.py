@@ -27,6 +27,8 @@ FIRST_TOKEN, TOKENS = 3, 1000
 """Streams hold token ids FIRST_TOKEN .. FIRST_TOKEN + TOKENS - 1: any test model's vocabulary covers them."""
 MAX_FILE_BYTES = 1 << 20
 MAX_PROMPT_TOKENS = 1 << 18
+MAX_WINDOW_GROUPS = 4
+MAX_PRIORITY = 1 << 16
 
 Tokens = NDArray[np.int32]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")]
@@ -50,6 +52,10 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     max_tokens: Annotated[int, Meta(ge=1, le=4096)] = 1
     prompt_logprobs: Literal[True] | UnsetType = UNSET
     """Ask for the logprobs of the prompt as well; only engines with a model look at it."""
+
+    priority: int | UnsetType = UNSET
+    """Lower goes first. A case in which any request has one is scheduled by priority (unset: 0), not in order of
+    arrival; only the scheduler engine looks at it."""
 
     def tokens(self) -> Tokens:
         """int32 [prompt length], token ids."""
@@ -204,6 +210,7 @@ def check(case: Case) -> None:
         value = getattr(geometry, field)
         if not low <= value <= high:
             raise CaseError(f"{value} is not in {low}..{high} - at `$.geometry.{field}`")
+    _check_layout(geometry)
     seen: set[str] = set()
     total = 0
     for index, request in enumerate(case.requests):
@@ -213,6 +220,9 @@ def check(case: Case) -> None:
         for piece, (_, start, stop) in enumerate(request.prompt):
             if start >= stop:
                 raise CaseError(f"empty slice {start}..{stop} - at `$.requests[{index}].prompt[{piece}]`")
+        if request.priority is not UNSET and not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+            limits = f"-{MAX_PRIORITY}..{MAX_PRIORITY}"
+            raise CaseError(f"{request.priority} is not in {limits} - at `$.requests[{index}].priority`")
         total += len(request)
         if total > MAX_PROMPT_TOKENS:
             raise CaseError(f"more than {MAX_PROMPT_TOKENS} prompt tokens - at `$.requests[{index}].prompt`")
@@ -221,6 +231,12 @@ def check(case: Case) -> None:
             raise CaseError(f"no request is called '{event.request}' - at `$.events[{index}].request`")
         if event.request is None and event.kind in ("preempt", "abort", "async_kv_load"):
             raise CaseError(f"'{event.kind}' needs a request - at `$.events[{index}].request`")
+
+
+def _check_layout(geometry: Geometry) -> None:
+    groups = geometry.window_groups
+    if groups is not UNSET and not 1 <= groups <= MAX_WINDOW_GROUPS:
+        raise CaseError(f"{groups} is not in 1..{MAX_WINDOW_GROUPS} - at `$.geometry.window_groups`")
 
 
 def _check_probe(case: Case) -> None:

@@ -7,12 +7,15 @@ Relied upon: a plain case stays the likeliest, so that a corner costs the rest l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import ceil
+
 import msgspec
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from fuzz.case import Case
-from fuzz.strategies import cases
+from fuzz.case import MAX_WINDOW_GROUPS, Case, Event, Request
+from fuzz.strategies import Sizes, blocks_needed, cases, replay_start_can_be_null
 from invariants.trace import Probe
 
 
@@ -21,6 +24,9 @@ def cases_for(engine: str, profile: str) -> SearchStrategy[Case]:
     plain = cases(profile)
     if engine == "cpu":
         return with_probe(plain)
+    if engine == "scheduler":
+        plain = with_priorities(plain)
+    plain = with_window_groups(with_lost_prefixes(with_larger_window_blocks(plain)))
     return with_crowds(plain) if engine == "kernels" else plain
 
 
@@ -76,3 +82,115 @@ def _crowd(case: Case, copies: int) -> Case:
         case.geometry, max_num_seqs=copies + 8, max_num_batched_tokens=tokens, long_prefill_token_threshold=0
     )
     return msgspec.structs.replace(case, requests=(*case.requests, *more), geometry=geometry)
+
+
+def with_larger_window_blocks(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in five with a window block of twice, or one and a half times, the cacheable block: hits end
+    on multiples of both. Prompts and chunks grow with the multiple, so that what they share stays as long in hits."""
+    return st.builds(_larger_window_block, plain, st.sampled_from((1,) * 16 + (3, 3, 2, 2)))
+
+
+def _larger_window_block(case: Case, times: int) -> Case:
+    """``times``: how much longer hits get. Only where the block that replay starts in stays (CONTRACT 12)."""
+    geometry = case.geometry
+    times = 2 if times == 3 and geometry.block_size % 2 else times
+    block = geometry.block_size * times // (1 if times == 2 else 2)
+    if times == 1 or replay_start_can_be_null(Sizes(geometry.window, geometry.block_size, block)):
+        return case
+    return msgspec.structs.replace(
+        case,
+        geometry=msgspec.structs.replace(
+            geometry,
+            swa_block_size=block,
+            num_blocks=1 + times * (geometry.num_blocks - 1),
+            max_num_batched_tokens=times * geometry.max_num_batched_tokens,
+        ),
+        requests=tuple(
+            msgspec.structs.replace(
+                request, prompt=tuple((stream, times * start, times * stop) for stream, start, stop in request.prompt)
+            )
+            for request in case.requests
+        ),
+    )
+
+
+def with_window_groups(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in ten with two to four window groups in place of one."""
+    return st.builds(_more_windows, plain, st.integers(0, 39).map(lambda number: max(0, number - 35)))
+
+
+def _more_windows(case: Case, more: int) -> Case:
+    """``more`` window groups more, and as many blocks as they take: a tight pool stays as tight."""
+    if not more:
+        return case
+    geometry = case.geometry
+    sizes, chunk = Sizes(geometry.window, geometry.block_size, geometry.swa_block_size), geometry.max_num_batched_tokens
+    lengths = [len(request) + request.max_tokens for request in case.requests]
+    roomy = geometry.num_blocks > sum(blocks_needed(sizes, chunk, length) for length in lengths)
+    windows = [
+        blocks_needed(sizes, chunk, length) - ceil(length / geometry.block_size)
+        for length in (lengths if roomy else [max(lengths)])
+    ]
+    groups = min(1 + more, MAX_WINDOW_GROUPS)
+    blocks = geometry.num_blocks + (groups - 1) * sum(windows)
+    return msgspec.structs.replace(
+        case, geometry=msgspec.structs.replace(geometry, window_groups=groups, num_blocks=blocks)
+    )
+
+
+def with_lost_prefixes(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in ten with a request more that is preempted when what it had hit is dropped: it resumes
+    without the hit of its earlier life."""
+    return st.builds(_lose_prefix, plain, st.integers(0, 39).map(lambda number: max(0, number - 35)))
+
+
+def _lose_prefix(case: Case, delay: int) -> Case:
+    """The longest prompt once more after all others, preempted ``delay`` steps after its arrival, if any."""
+    geometry, longest = case.geometry, max(case.requests, key=len)
+    if not delay or len(longest) <= geometry.window:
+        return case
+    lengths = [len(request) + request.max_tokens for request in case.requests]
+    more = max(0, len(longest) + 1 + delay - max(lengths))
+    blocks = ceil(more / geometry.block_size) + ceil(more / geometry.swa_block_size)
+    # By then the others are gone: a step computes a token of some request, unless one of them is preempted.
+    arrive = max(request.arrive for request in case.requests) + sum(lengths)
+    again = Request(id="again", arrive=arrive, prompt=longest.prompt, max_tokens=1 + delay)
+    step = arrive + delay
+    return msgspec.structs.replace(
+        case,
+        geometry=msgspec.structs.replace(geometry, num_blocks=geometry.num_blocks + blocks),
+        requests=(*case.requests, again),
+        events=(*case.events, Event(step=step, kind="preempt", request="again"), Event(step=step, kind="drop_blocks")),
+    )
+
+
+def with_priorities(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in five scheduled by priority: requests arrive one a step, into a pool for hardly more than
+    one of them, and later ones tend to go before earlier ones."""
+    priorities = st.lists(st.sampled_from((-1, -2, -3, 0, 1)), min_size=4, max_size=4)
+    return st.builds(_prioritise, plain, st.sampled_from((0,) * 8 + (2, 4)), priorities)
+
+
+def _prioritise(case: Case, room: int, priorities: Sequence[int]) -> Case:
+    """Priorities for all but the first request, in turn; ``room``: blocks more than the longest one needs."""
+    if not room or len(case.requests) == 1:
+        return case
+    geometry = case.geometry
+    first, *later = [
+        msgspec.structs.replace(request, arrive=index, max_tokens=max(request.max_tokens, 9))
+        for index, request in enumerate(case.requests)
+    ]
+    given = [msgspec.structs.replace(later[i], priority=priorities[i % len(priorities)]) for i in range(len(later))]
+    sizes, chunk = Sizes(geometry.window, geometry.block_size, geometry.swa_block_size), geometry.max_num_batched_tokens
+    needed = max(blocks_needed(sizes, chunk, len(request) + request.max_tokens) for request in (first, *given))
+    return msgspec.structs.replace(
+        case,
+        geometry=msgspec.structs.replace(
+            geometry,
+            num_blocks=1 + needed + room,
+            max_num_seqs=min(8, chunk),
+            # A prefill goes on for some steps, beside decodes that take the blocks away that it was admitted for.
+            long_prefill_token_threshold=min((1 + room) * sizes.hit_unit, len(first)),
+        ),
+        requests=(first, *given),
+    )

@@ -61,6 +61,13 @@ EDGES: Final[dict[str, str]] = {
     "replay-off-hit": "a hit is adopted with replay off",
     "replay-start-mid-block": "replay starts inside a block of the window group",
     "replay-start-retired": "replay starts in a block that retention gives up (CONTRACT 12)",
+    "overtaken": "by priority, a request is admitted before one that has waited longer",
+    "preempted-by-priority": "the pool preempts a request though others have been admitted after it",
+    "resumed-cold-after-replay": "a resumed request adopts no hit, though it replayed in its earlier life",
+    "several-window-groups": "a hit is replayed in two or more window groups",
+    "window-block-larger": "a hit is replayed where blocks of the window group are larger than the cacheable group's",
+    "window-block-not-dividing": "a hit is replayed where the block of neither group divides the other's",
+    "idle-batch-over-cached-blocks": "an engine without requests runs a dummy batch while blocks are cached",
 }
 """Edge id to what it means, in one line. Ids are stable: reports, tests and seeds use them."""
 
@@ -82,6 +89,7 @@ class _Walk:
         self.window = trace.geometry.window
         self.multiple = hit_multiple(trace)
         self.cacheable = next((i for i, group in enumerate(trace.groups) if group.kind == "cacheable"), 0)
+        self.windows = sum(group.kind == "window" for group in trace.groups)
         self.tokens = [np.concatenate([r.prompt, np.asarray(r.output, np.int32)]) for r in trace.requests]
         self.commons: dict[tuple[int, int], int] = {}
         self.end: dict[int, int] = {}
@@ -121,6 +129,8 @@ class _Walk:
                 self._row(step, admission, rows[admission])
             self._batch(step)
             self._left(step.finished)
+            if step.idled and self.cached:
+                self.reached.add("idle-batch-over-cached-blocks")
         return self.reached
 
     def _before(self, step: Step) -> None:
@@ -130,12 +140,30 @@ class _Walk:
                 self.reached.add(event.replace("_", "-"))
                 self.lost = "reset-then-miss" if event == "reset_prefix_cache" else "dropped-then-miss"
                 self.cached.clear()
+        self._priorities(step)
         for request in step.preempted:
             self._cut_short(request, "preempted", "preempted-mid-replay")
         self._left(step.preempted)
         for request in step.finished:
             if self.trace.requests[request].finished == "abort":
                 self._cut_short(request, "abort", "aborted-mid-replay")
+
+    def _priorities(self, step: Step) -> None:
+        """Who goes before whom where requests have priorities."""
+        requests = self.trace.requests
+        if all(request.priority is None for request in requests):
+            return
+        latest = int(step.admission.max(initial=-1))
+        if "preempt" not in step.events and any(self.life.get(one, latest) < latest for one in step.preempted):
+            self.reached.add("preempted-by-priority")
+        waiting = [
+            request.arrive
+            for index, request in enumerate(requests)
+            if request.arrive < step.index and index not in self.life and index not in step.request
+        ]
+        new = [requests[index].arrive for index in step.request.tolist() if index not in self.life]
+        if waiting and new and min(waiting) < max(new):
+            self.reached.add("overtaken")
 
     def _cut_short(self, request: int, edge: str, mid_replay: str) -> None:
         self.reached.add(edge)
@@ -185,13 +213,14 @@ class _Walk:
             if life.replay_start and life.hit > len(self.trace.requests[life.request].prompt):
                 self.reached.add("resumed-replays-output")
         if before is not None and self.trace.admissions[before].replay_start not in (0, life.replay_start):
-            self.reached.add("resumed-elsewhere")
+            self.reached.add("resumed-elsewhere" if life.hit else "resumed-cold-after-replay")
 
     def _adopted(self, step: Step, life: Admission, row: int) -> None:
         geometry, hit = self.trace.geometry, life.hit
         self.depths.add(hit)
         if life.replay_start:
             self.reached.add("hit-above-window")
+            self._layout(geometry.block_size, geometry.swa_block_size)
             if hit == (self.window // self.multiple + 1) * self.multiple:
                 self.reached.add("hit-smallest-adopted")
             if life.replay_start % geometry.swa_block_size:
@@ -210,6 +239,15 @@ class _Walk:
             step.tables[self.cacheable][row][: hit // geometry.block_size].tolist()
         ):
             self.reached.add("same-step-hit")
+
+    def _layout(self, block: int, window_block: int) -> None:
+        """What a replayed hit says of the groups."""
+        if self.windows > 1:
+            self.reached.add("several-window-groups")
+        if window_block > block:
+            self.reached.add("window-block-larger")
+        if window_block % block and block % window_block:
+            self.reached.add("window-block-not-dividing")
 
     def _shared(self, life: Admission, prediction: Prediction | None) -> None:
         """What the request has in common with those before it, itself before a preemption included."""

@@ -13,6 +13,9 @@ read from vLLM 0.33.0 (block_pool, kv_cache_manager) and owed by its documentati
 * Freeing a block, a preemption included, loses nothing. A cached block is lost when the pool hands it out again, in any
   group: then its id appears newly in a block table. Tables only grow, apart from entries that become null.
 * At least one token is left to compute, and hits end on multiples of every group's block size.
+* By priority, not by arrival, a request may be preempted in a step that had scheduled it already. Blocks that it was
+  handed for that chunk are in no table of the step, though what they held is lost: any block may be, so there are only
+  bounds. It computed nothing, so what it would have computed cannot be hit.
 * With replay off the window group takes part, and what is owed of it is what a prompt sent again needs: the window
   before the last boundary that such a prompt can hit. What else vLLM keeps is its own affair, so there are only bounds.
 
@@ -126,9 +129,9 @@ class _Replay:
         self.multiple = hit_multiple(trace)
         kinds = [group.kind for group in trace.groups]
         self.cacheable = kinds.index("cacheable") if "cacheable" in kinds else 0
-        caching = {self.cacheable}
-        if not trace.replay_expected and "window" in kinds:
-            caching.add(kinds.index("window"))
+        self.windows = [group for group, kind in enumerate(kinds) if kind == "window" and not trace.replay_expected]
+        """Window groups that take part in the prefix cache."""
+        caching = (self.cacheable, *self.windows)
         self.caches = {group: PrefixCache(trace.groups[group].block_size, self.multiple) for group in caching}
         self.nodes: dict[tuple[int, int], list[int]] = {}
         """Of each request, in each caching group."""
@@ -137,7 +140,11 @@ class _Replay:
     def run(self) -> list[Prediction | None]:
         admissions = self.trace.admissions
         predictions: list[Prediction | None] = [None] * len(admissions)
+        by_priority = any(request.priority is not None for request in self.trace.requests)
         for step in self.trace.steps:
+            if by_priority and step.preempted:
+                for cache in self.caches.values():
+                    cache.doubt()
             for event in step.events:
                 for cache in self.caches.values():
                     if event == "reset_prefix_cache":
@@ -160,8 +167,8 @@ class _Replay:
     def _admit(self, step: Step, row: int, admission: Admission) -> Prediction:
         """Look the request up, before it takes its blocks."""
         low, high = self.caches[self.cacheable].lookup(self._nodes(admission.request, self.cacheable), admission.tokens)
-        doubt = "drop_blocks may have dropped a block of it" if low < high else ""
-        if len(self.caches) > 1:
+        doubt = "drop_blocks, or a chunk that was withdrawn, may have cost a block of it" if low < high else ""
+        if self.windows:
             low, doubt = self._window_hit(admission.request, low), "replay is off, so the window group takes part"
         if not self.trace.requests[admission.request].reads_cache:
             low, high, doubt = 0, 0, ""
@@ -185,15 +192,12 @@ class _Replay:
         return _Life(admission.request, seen, {group: blocks[group] for group in self.caches})
 
     def _window_hit(self, request: int, most: int) -> int:
-        """Longest hit up to ``most`` whose window is surely cached too."""
-        for group, cache in self.caches.items():
-            if group == self.cacheable:
-                continue
-            nodes = self._nodes(request, group)
-            for hit in range(most, 0, -self.multiple):
-                kept = nodes[slice(*self._kept(hit, cache.block_size))]
-                if kept and all(map(cache.certain, kept)):
-                    return hit
+        """Longest hit up to ``most`` whose window is surely cached too, in every window group."""
+        windows = [(self.caches[group], self._nodes(request, group)) for group in self.windows]
+        for hit in range(most, 0, -self.multiple):
+            kept = [(cache, nodes[slice(*self._kept(hit, cache.block_size))]) for cache, nodes in windows]
+            if all(nodes and all(map(cache.certain, nodes)) for cache, nodes in kept):
+                return hit
         return 0
 
     def _kept(self, boundary: int, block_size: int) -> tuple[int, int]:

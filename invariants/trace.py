@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.integer[Any]]
@@ -48,6 +49,8 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A longer prefill gets at most this many tokens a step; 0 = no limit."""
     replay: bool = True
     """Bounded replay asked for (vLLM's ``--swa-bounded-replay``)."""
+    window_groups: int | UnsetType = UNSET
+    """Sliding-window groups, all alike but for their block tables; unset: one. DeepSeek-V4.1 has four."""
 
 
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -118,6 +121,8 @@ class TracedRequest:
     """None where no model runs."""
     reads_cache: bool = True
     """False: it asks for prompt logprobs, of which every row has to be computed, and so looks nothing up."""
+    priority: int | None = None
+    """Lower goes first, and stays when the pool is full; None: requests go in the order in which they arrived."""
 
 
 @dataclass(slots=True)
@@ -192,6 +197,8 @@ class Gathers:
     may run as either, whatever it is."""
     sampled: bool = False
     """Asked in some steps only: where it is absent, nothing is missing."""
+    group: int | None = None
+    """The window group that it reads, as an index into ``Trace.groups``; None: the first one."""
 
 
 @dataclass(slots=True)
@@ -236,6 +243,9 @@ class Step:
     events: list[str] = field(default_factory=list)
     """Events of the case applied before the step: "preempt", "abort", "reset_prefix_cache" (only if it took
     effect), "drop_blocks"."""
+    idled: bool = False
+    """After the step the engine had no request for a while, and so ran a dummy batch, as a data-parallel rank does
+    while others have requests. What that wrote and read is listed with rows of no request."""
 
 
 @dataclass(slots=True)

@@ -119,6 +119,8 @@ BAD = {
     "huge": (change('"num_blocks": 32', '"num_blocks": 1' + "0" * 5000), "at `$.geometry.num_blocks`"),
     "prompt": (change('["s", 0, 10]', '["s", 10, 10]'), "empty slice 10..10 - at `$.requests[0].prompt[0]`"),
     "name": (change('"id": "r"', '"id": "../r"'), "at `$.requests[0].id`"),
+    "window groups": (change('"window": 4', '"window": 4, "window_groups": 5'), "at `$.geometry.window_groups`"),
+    "priority": (change('"id": "r"', '"id": "r", "priority": -70000'), "at `$.requests[0].priority`"),
     "nesting": ("[" * 100_000, ""),
 }
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from msgspec import UNSET
 
 from fuzz.edges import EDGES, common_prefix, edges
 from invariants.trace import Admission, Geometry, Group, Step, Trace, TracedRequest
@@ -45,6 +46,9 @@ class Run:
     finished: dict[int, list[int]] = field(default_factory=dict)
     aborted: tuple[int, ...] = ()
     events: dict[int, list[str]] = field(default_factory=dict)
+    idled: tuple[int, ...] = ()
+    priorities: tuple[int | None, ...] = ()
+    arrivals: tuple[int, ...] = ()
     sizes: dict[str, int | bool] = field(default_factory=dict)
 
     def trace(self) -> Trace:
@@ -60,11 +64,16 @@ class Run:
             ],
             groups=[
                 Group("cacheable", geometry.block_size, True, 0),
-                Group("window", geometry.swa_block_size, not replay, geometry.window if replay else 0),
+                *[Group("window", geometry.swa_block_size, not replay, geometry.window if replay else 0)]
+                * (geometry.window_groups if geometry.window_groups is not UNSET else 1),
             ],
             replay_expected=replay,
             kernels="none",
         )
+        for request, priority in zip(trace.requests, self.priorities, strict=False):
+            request.priority = priority
+        for request, arrive in zip(trace.requests, self.arrivals, strict=False):
+            request.arrive = arrive
         for request in self.aborted:
             trace.requests[request].finished = "abort"
         for index, rows in enumerate(self.rows):
@@ -89,10 +98,14 @@ class Run:
             scheduled=ints(row.scheduled for row in rows),
             prefill=np.array([row.prefill for row in rows], bool),
             replay_start=ints(0 for _ in rows),
-            tables=[[ints(row.blocks) for row in rows], [ints([]) for _ in rows]],
+            tables=[
+                [ints(row.blocks) for row in rows],
+                *[[ints([]) for _ in rows]] * (self.sizes.get("window_groups", 1)),
+            ],
             preempted=self.preempted.get(index, []),
             finished=self.finished.get(index, []),
             events=self.events.get(index, []),
+            idled=index in self.idled,
         )
 
 
@@ -246,6 +259,37 @@ SCENARIOS: dict[str, tuple[Run, set[str]]] = {
         ),
         HIT_12 | {"preempted", "preempted-then-hit", "resumed-replays-output", "resumed-elsewhere", "several-depths"},
     ),
+    "by priority the second one of three goes last": (
+        Run(
+            ["aaa", "bbb", "ccc"],
+            [(0, 0), (2, 0), (1, 0)],
+            [[Row(0, 0, 3, [1])], [Row(0, 3, 1, [1], False), Row(1, 0, 3, [2])], [Row(2, 0, 3, [3])]],
+            priorities=(0, 1, 0),
+            arrivals=(0, 0, 1),
+        ),
+        {"overtaken"},
+    ),
+    "by priority the first one makes room": (
+        Run(
+            ["aaa", "bbb"],
+            [(0, 0), (1, 0), (0, 0)],
+            [[Row(0, 0, 3, [1])], [Row(1, 0, 3, [2])], [Row(1, 3, 1, [2], False)], [Row(2, 0, 3, [3])]],
+            preempted={2: [0]},
+            priorities=(1, None),
+        ),
+        {"preempted", "preempted-by-priority"},
+    ),
+    "resumed without the hit that it had": (
+        Run(
+            [LONG, LONG],
+            [(0, 0), (1, 12), (1, 0)],
+            [COLD, [Row(1, 8, 5, [1, 2, 3, 5])], [Row(2, 0, 14, [6, 7, 8, 9])]],
+            outputs={1: "w"},
+            preempted={2: [1]},
+            events={2: ["preempt", "drop_blocks"]},
+        ),
+        HIT_12 | {"preempted", "resumed-cold-after-replay", "drop-blocks", "dropped-then-miss"},
+    ),
     "evicted by another prompt": (
         Run(
             [LONG, "xyz", LONG],
@@ -285,6 +329,21 @@ SCENARIOS: dict[str, tuple[Run, set[str]]] = {
     "window one more than a block": (
         Run([LONG, LONG], [(0, 0), (1, 12)], [COLD, [Row(1, 7, 6, [1, 2, 3, 5])]], sizes={"window": 5}),
         HIT_12 | {"replay-start-mid-block", "replay-start-retired"},
+    ),
+    "idle before anything is cached": (Run(["aaa"], [(0, 0)], [[Row(0, 0, 3, [1])]], idled=(0,)), set()),
+    "idle while blocks are cached": (Run([LONG], [(0, 0)], [COLD], idled=(0,)), {"idle-batch-over-cached-blocks"}),
+    "a window block of two blocks": (
+        Run([LONG, LONG], [(0, 0), (1, 8)], [COLD, [Row(1, 4, 9, [1, 2, 5, 6])]], sizes={"swa_block_size": 8}),
+        (HIT_12 - {"one-token-tail"}) | {"hit-smallest-adopted", "replay-start-mid-block", "window-block-larger"},
+    ),
+    "blocks of four and of three": (
+        Run([LONG, LONG], [(0, 0), (1, 12)], [COLD, [Row(1, 8, 5, [1, 2, 3, 5])]], sizes={"swa_block_size": 3}),
+        HIT_12
+        | {"hit-smallest-adopted", "replay-start-mid-block", "replay-start-retired", "window-block-not-dividing"},
+    ),
+    "two window groups": (
+        Run([LONG, LONG], [(0, 0), (1, 12)], [COLD, [Row(1, 8, 5, [1, 2, 3, 5])]], sizes={"window_groups": 2}),
+        HIT_12 | {"several-window-groups"},
     ),
     "a replay in a step of 1,024 tokens": (
         Run(

@@ -195,6 +195,16 @@ def test_dropped_blocks_leave_bounds_until_someone_adopts_them():
     assert predict(trace)[-1] == Prediction(12, 12, "", None)
 
 
+def test_by_priority_a_withdrawn_chunk_may_have_taken_any_block():
+    trace = shared_thrice([4, 5, 6])
+    trace.steps[2].preempted = [0]
+    assert predict(trace)[-1] == Prediction(12, 12, "", None)
+    trace.requests[0].priority = 1
+    found = predict(trace)[-1]
+    assert (found.low, found.high) == (0, 12)
+    assert "withdrawn" in found.doubt
+
+
 def test_blocks_cached_after_a_drop_are_certain():
     trace = shared_thrice([4, 5, 6])
     trace.steps[0].events = ["drop_blocks"]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 
 from fuzz.case import Case, Request
 from fuzz.engines import config as vllm_setup
@@ -113,6 +114,8 @@ def _config(case: Case, probe: Probe, arm: str) -> Any:
     from fuzz.probe.model import Sizes, hf_config
 
     geometry = case.geometry
+    if geometry.window_groups is not UNSET:
+        raise Refused("vLLM makes the KV-cache groups of a model itself, so window_groups cannot be set")
     if geometry.block_size % probe.compress_ratio:
         raise Refused(f"blocks of {geometry.block_size} tokens do not hold states of {probe.compress_ratio} tokens")
     sizes = Sizes(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from msgspec import UNSET
 
 from fuzz.case import FIRST_TOKEN, TOKENS, Case, Event, Request
 
@@ -55,8 +56,9 @@ class Driver:
         self._live: dict[str, Any] = {}
         self._seen = [zlib.crc32(prompt.tobytes()) for prompt in self.prompts]
 
-    def run(self, look: Callable[[Scheduled], None]) -> None:
-        """To the end of the case; ``look`` sees each step before its output. Raises ``Hung``, and what vLLM raises."""
+    def run(self, look: Callable[[Scheduled], None], idle_batch: Callable[[], None] = lambda: None) -> None:
+        """To the end of the case; ``look`` sees each step before its output, and ``idle_batch`` is called once where no
+        request is left before the next one comes. Raises ``Hung``, and what vLLM raises."""
         arrivals = sorted(self.case.requests, key=lambda request: request.arrive)[::-1]
         idle = stuck = 0
         done = self._done()
@@ -64,8 +66,10 @@ class Driver:
         lengths = sum(len(request) + request.max_tokens for request in self.case.requests)
         most = IDLE_STEPS + (1 + len(self.case.events)) * lengths
         while arrivals or self._live:
-            if not self._live:
-                self.step = max(self.step, arrivals[-1].arrive)
+            if not self._live and arrivals[-1].arrive > self.step:
+                if self.step:
+                    idle_batch()
+                self.step = arrivals[-1].arrive
             while arrivals and arrivals[-1].arrive <= self.step:
                 self._add(arrivals.pop().id)
             scheduled = Scheduled(self.step, None, [])
@@ -90,12 +94,14 @@ class Driver:
         from vllm.v1.request import Request
 
         index = self._index[name]
+        request = self.case.requests[index]
         self._live[name] = Request(
             request_id=name,
             prompt_token_ids=self.prompts[index].tolist(),
-            sampling_params=self.sampling(self.case.requests[index]),
+            sampling_params=self.sampling(request),
             pooling_params=None,
             block_hasher=self._hasher,
+            priority=0 if request.priority is UNSET else request.priority,
         )
         self.scheduler.add_request(self._live[name])
 

@@ -55,9 +55,9 @@ class KernelsEngine(SchedulerEngine):
         worker = Worker(config, layout, int(self._mode != "gpu"), PADDING)
         recorder = StepRecorder(trace, driver.scheduler, worker)
         with checked(worker.tables):
-            follow(driver, recorder, trace)
+            follow(driver, recorder, trace, idle_batch=worker.idle)
             if not trace.faults:
-                recorder.record_padding(trace.steps[-1], worker.idle())
+                recorder.record_idle(worker.idle())
         trace.interpreted = triton_cpu.fallbacks_since(before)
         trace.seconds = time.perf_counter() - started
         return trace

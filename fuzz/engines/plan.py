@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 
 from fuzz.case import Case
 from invariants.trace import NULL_BLOCK, Geometry, Group
@@ -29,7 +30,8 @@ def blocks_for(case: Case) -> int:
     sizes = case.geometry
     lives = 1 + sum(event.kind == "preempt" for event in case.events)
     lengths = [len(request) + request.max_tokens for request in case.requests]
-    return 1 + lives * sum(ceil(n / sizes.block_size) + ceil(n / sizes.swa_block_size) + 1 for n in lengths)
+    windows = 1 if sizes.window_groups is UNSET else sizes.window_groups
+    return 1 + lives * sum(ceil(n / sizes.block_size) + windows * (ceil(n / sizes.swa_block_size) + 1) for n in lengths)
 
 
 @dataclass(slots=True, eq=False)
@@ -194,7 +196,7 @@ class Planner:
         request.replay_start = hit - window if hit else 0
         request.num_computed_tokens = request.replay_start
         self.kv_cache_manager.record_prefix_cache_stats(request, hit)
-        return _Life(request, [adopted, []], [0, 0])
+        return _Life(request, [adopted, *([] for _ in self._groups[1:])], [0] * len(self._groups))
 
     def _lookup(self, tokens: Any) -> list[Block]:
         """Blocks of the cacheable group of the longest prefix known, but for the last token."""

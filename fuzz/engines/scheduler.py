@@ -73,7 +73,8 @@ class SchedulerEngine:
         )
         worker = None if brisk else self._worker(case, layout, driver.scheduler)
         with checked(worker.tables) if worker else nullcontext():
-            follow(driver, StepRecorder(trace, driver.scheduler, worker), trace)
+            recorder = StepRecorder(trace, driver.scheduler, worker)
+            follow(driver, recorder, trace, idle_batch=worker.idle if worker else None)
         trace.interpreted = triton_cpu.fallbacks_since(before)
         trace.seconds = time.perf_counter() - started
         return trace
