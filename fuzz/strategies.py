@@ -145,7 +145,7 @@ _TAILS: Final = ("one", "align", "unit", "none", "align+1", "align-1", "window",
 _ARRIVALS: Final = ("after", "together", "next", "after", "soon")
 _THRESHOLDS: Final = ("off", "off", "off", "off", "unit", "window", "chunk-1")
 _EVENTS: Final = ("preempt", "abort", "reset_prefix_cache", "drop_blocks", "preempt", "abort", "forget")
-_DELAYS: Final = (1, 2, 3, 1, 5)
+_DELAYS: Final = (1, 2, 1, 3, 1)
 _ROOMY: Final = -1
 _SLACKS: Final = (_ROOMY, 0, 2, 1, 4, 0)
 
