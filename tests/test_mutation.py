@@ -205,7 +205,7 @@ expect = ["progress"]
         (GOOD, GOOD + GOOD, "two mutants are called m"),
         (GOOD, "#" * (1 << 20) + "\n" + GOOD, "bytes; at most 1048576 are read"),
         ('id = "m"', 'id = "m"\ncolour = "red"', "unknown field `colour`"),
-        ('"scheduler"', '"schedular"', "mutant m names engine schedular; there are scheduler, "),
+        ('"scheduler"', '"schedular"', "mutant m names engine schedular; there are "),
         ('"progress"', '"progres"', "mutant m names invariant progres; there are gating, "),
         ("block_pool", "block_pol", "mutant m: there is no module vllm.v1.core.block_pol here"),
         ("vllm.v1.core.block_pool", "nowhere", "mutant m: there is no module nowhere here"),
