@@ -108,7 +108,7 @@ class TracedRequest:
     arrive: int
     """Step before which it was handed to the engine."""
     prompt: IntArray
-    """int32 [prompt length], token ids."""
+    """int32 [prompt length], token ids; of a request that continues another one and was never handed over, its own."""
     max_tokens: int
     output: list[int] = field(default_factory=list)
     """Sampled token ids, in order."""
@@ -118,6 +118,8 @@ class TracedRequest:
     """None where no model runs."""
     reads_cache: bool = True
     """False: it asks for prompt logprobs, of which every row has to be computed, and so looks nothing up."""
+    continues: int | None = None
+    """Index of the request whose prompt and whole output begin this one's prompt."""
 
 
 @dataclass(slots=True)

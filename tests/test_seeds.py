@@ -68,6 +68,10 @@ CLAIMS: dict[str, set[str]] = {
     "replay-in-1024-row-step": {"replay-in-large-step", "cold-beside-replay"},
     "window-128-small-blocks": {"hit-equals-window", "hit-smallest-adopted"},
     "prompt-8192-twice": {"hit-backs-off", "identical-twice"},
+    "continued-hits-output": {"continued", "continued-hits-output"},
+    "continued-four-turns": {"continued-hit-on-hit", "continued-hits-output"},
+    "continued-last-token-on-a-block": {"continued-stops-short"},
+    "continued-twice-at-once": {"continued-hits-output", "abort", "burst"},
 }
 """Slug to the edges that the seed must reach."""
 

@@ -28,8 +28,8 @@ def blocks_for(case: Case) -> int:
     """Blocks for all requests at once, each with as many lives as events can give it, and the null block."""
     sizes = case.geometry
     lives = 1 + sum(event.kind == "preempt" for event in case.events)
-    lengths = [len(request) + request.max_tokens for request in case.requests]
-    return 1 + lives * sum(ceil(n / sizes.block_size) + ceil(n / sizes.swa_block_size) + 1 for n in lengths)
+    blocks = sum(ceil(n / sizes.block_size) + ceil(n / sizes.swa_block_size) + 1 for n in case.max_lengths)
+    return 1 + lives * blocks
 
 
 @dataclass(slots=True, eq=False)
