@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+from msgspec import UNSET
 
 from fuzz.case import MAX_TURNS, Case, Request
 from fuzz.strategies import Sizes, blocks_needed, cases
@@ -23,7 +24,7 @@ def cases_for(engine: str, profile: str) -> SearchStrategy[Case]:
     plain = with_turns(cases(profile))
     if engine == "cpu":
         return with_probe(plain)
-    return with_crowds(plain) if engine == "kernels" else plain
+    return with_single_tokens(with_crowds(plain)) if engine == "kernels" else plain
 
 
 def with_probe(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
@@ -78,6 +79,25 @@ def _crowd(case: Case, copies: int) -> Case:
         case.geometry, max_num_seqs=copies + 8, max_num_batched_tokens=tokens, long_prefill_token_threshold=0
     )
     return msgspec.structs.replace(case, requests=(*case.requests, *more), geometry=geometry)
+
+
+def with_single_tokens(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in ten in chunks of one token, at the end of which the longest prompt is asked again by as
+    many as a step has rows: replays that run as decodes."""
+    return st.builds(_single_tokens, plain, st.sampled_from((0,) * 27 + (1, 2, 3)))
+
+
+def _single_tokens(case: Case, rows: int) -> Case:
+    """``rows`` a step, each of a token; 0: as it was. Short cases only: it takes a step for each token."""
+    tokens = sum(case.max_lengths)
+    if not rows or tokens > 200:
+        return case
+    longest = max((request for request in case.requests if request.continues is UNSET), key=len)
+    again = (msgspec.structs.replace(longest, id=f"again{n}", arrive=tokens, max_tokens=1) for n in range(rows))
+    # The threshold holds where more than one request is there.
+    sizes = {"max_num_batched_tokens": rows, "max_num_seqs": rows, "long_prefill_token_threshold": int(rows > 1)}
+    geometry = msgspec.structs.replace(case.geometry, **sizes)
+    return msgspec.structs.replace(case, requests=(*case.requests, *again), geometry=geometry)
 
 
 def with_turns(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
