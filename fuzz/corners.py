@@ -9,25 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
+from typing import Final
 
 import msgspec
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+from msgspec import UNSET
 
-from fuzz.case import MAX_WINDOW_GROUPS, Case, Event, Request
+from fuzz.case import MAX_TURNS, MAX_WINDOW_GROUPS, Case, Event, Request
 from fuzz.strategies import Sizes, blocks_needed, cases, replay_start_can_be_null
 from invariants.trace import Probe
 
 
 def cases_for(engine: str, profile: str) -> SearchStrategy[Case]:
     """Cases of a profile for the engine of that name. Raises ``KeyError``."""
-    plain = cases(profile)
+    plain = with_turns(cases(profile))
     if engine == "cpu":
         return with_probe(plain)
     if engine == "scheduler":
         plain = with_priorities(plain)
     plain = with_window_groups(with_lost_prefixes(with_larger_window_blocks(plain)))
-    return with_crowds(plain) if engine == "kernels" else plain
+    return with_single_tokens(with_crowds(plain)) if engine == "kernels" else plain
 
 
 def with_probe(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
@@ -194,3 +196,64 @@ def _prioritise(case: Case, room: int, priorities: Sequence[int]) -> Case:
         ),
         requests=(first, *given),
     )
+
+
+def with_single_tokens(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in ten in chunks of one token, at the end of which the longest prompt is asked again by as
+    many as a step has rows: replays that run as decodes."""
+    return st.builds(_single_tokens, plain, st.sampled_from((0,) * 27 + (1, 2, 3)))
+
+
+def _single_tokens(case: Case, rows: int) -> Case:
+    """``rows`` a step, each of a token; 0: as it was. Short cases only: it takes a step for each token."""
+    tokens = sum(case.max_lengths)
+    if not rows or tokens > 200:
+        return case
+    longest = max((request for request in case.requests if request.continues is UNSET), key=len)
+    again = (msgspec.structs.replace(longest, id=f"again{n}", arrive=tokens, max_tokens=1) for n in range(rows))
+    # The threshold holds where more than one request is there.
+    sizes = {"max_num_batched_tokens": rows, "max_num_seqs": rows, "long_prefill_token_threshold": int(rows > 1)}
+    geometry = msgspec.structs.replace(case.geometry, **sizes)
+    return msgspec.structs.replace(case, requests=(*case.requests, *again), geometry=geometry)
+
+
+def with_turns(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in ten with a session added: one to three requests, each of which continues the one before,
+    the first of them a request of the plain case."""
+    turn = st.tuples(st.sampled_from((5, 2, 9, 1)), st.sampled_from(_OWN), st.sampled_from((0, 2)))
+    sessions = st.lists(turn, min_size=1, max_size=MAX_TURNS - 1)
+    now_and_then = st.sampled_from((False,) * 9 + (True,)).flatmap(lambda more: sessions if more else st.just([]))
+    return st.builds(_add_turns, plain, st.integers(0, 7), now_and_then)
+
+
+_OWN: Final = ("one", "unit", "to boundary", "window")
+"""How many tokens of its own a turn has; "to boundary": as many as make its prompt end where a hit may end."""
+
+
+def _add_turns(case: Case, first: int, turns: list[tuple[int, str, int]]) -> Case:
+    """``turns``: (output tokens of the request before, own tokens, steps between arrivals). A pool that is too small
+    for the longest request grows to what it needs alone."""
+    if not turns:
+        return case
+    sizes = Sizes(case.geometry.window, case.geometry.block_size, case.geometry.swa_block_size)
+    requests = list(case.requests)
+    before = first % len(requests)
+    length = len(requests[before])
+    for number, (outputs, own, wait) in enumerate(turns):
+        requests[before] = msgspec.structs.replace(requests[before], max_tokens=outputs)
+        length += outputs
+        boundary = sizes.hit_unit - length % sizes.hit_unit
+        added = {"one": 1, "unit": sizes.hit_unit, "to boundary": boundary, "window": sizes.window}[own]
+        requests.append(
+            Request(
+                id=f"turn{number}",
+                arrive=requests[before].arrive + wait,
+                prompt=((f"turn{number}", 0, added),),
+                continues=requests[before].id,
+            )
+        )
+        before, length = len(requests) - 1, length + added
+    case = msgspec.structs.replace(case, requests=tuple(requests))
+    needed = 1 + blocks_needed(sizes, case.geometry.max_num_batched_tokens, case.max_model_len)
+    geometry = msgspec.structs.replace(case.geometry, num_blocks=max(case.geometry.num_blocks, needed))
+    return msgspec.structs.replace(case, geometry=geometry)

@@ -68,6 +68,10 @@ EDGES: Final[dict[str, str]] = {
     "window-block-larger": "a hit is replayed where blocks of the window group are larger than the cacheable group's",
     "window-block-not-dividing": "a hit is replayed where the block of neither group divides the other's",
     "idle-batch-over-cached-blocks": "an engine without requests runs a dummy batch while blocks are cached",
+    "continued": "a request begins with the prompt and the whole output of an earlier one",
+    "continued-hits-output": "one that does so adopts tokens that the earlier one sampled",
+    "continued-hit-on-hit": "one that does so replays after a hit, and so did the earlier one",
+    "continued-stops-short": "one that does so misses a hit unit that ends with the last sampled token: it has no KV",
 }
 """Edge id to what it means, in one line. Ids are stable: reports, tests and seeds use them."""
 
@@ -189,6 +193,9 @@ class _Walk:
 
     def _admitted(self, step: Step, admission: int, row: int, prediction: Prediction | None) -> None:
         life = self.trace.admissions[admission]
+        earlier = self.trace.requests[life.request].continues
+        if earlier is not None and earlier in self.life and not life.resumed:
+            self._continued(life, earlier)
         if life.resumed:
             self._resumed(life)
         elif self.replayed and not life.hit:
@@ -205,6 +212,17 @@ class _Walk:
             (life.hit if index == self.cacheable else reused) // group.block_size
             for index, group in enumerate(self.trace.groups)
         ]
+
+    def _continued(self, life: Admission, earlier: int) -> None:
+        """The first life of a request that continues an earlier one."""
+        self.reached.add("continued")
+        known = len(self.tokens[earlier])
+        if life.hit > len(self.trace.requests[earlier].prompt):
+            self.reached.add("continued-hits-output")
+        if life.replay_start and self.trace.admissions[self.life[earlier]].replay_start:
+            self.reached.add("continued-hit-on-hit")
+        if known % self.multiple == 0 and known < life.tokens and life.hit == known - self.multiple:
+            self.reached.add("continued-stops-short")
 
     def _resumed(self, life: Admission) -> None:
         before = self.life.get(life.request)

@@ -111,7 +111,7 @@ class TracedRequest:
     arrive: int
     """Step before which it was handed to the engine."""
     prompt: IntArray
-    """int32 [prompt length], token ids."""
+    """int32 [prompt length], token ids; of a request that continues another one and was never handed over, its own."""
     max_tokens: int
     output: list[int] = field(default_factory=list)
     """Sampled token ids, in order."""
@@ -123,6 +123,8 @@ class TracedRequest:
     """False: it asks for prompt logprobs, of which every row has to be computed, and so looks nothing up."""
     priority: int | None = None
     """Lower goes first, and stays when the pool is full; None: requests go in the order in which they arrived."""
+    continues: int | None = None
+    """Index of the request whose prompt and whole output begin this one's prompt."""
 
 
 @dataclass(slots=True)

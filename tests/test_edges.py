@@ -45,6 +45,7 @@ class Run:
     preempted: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, list[int]] = field(default_factory=dict)
     aborted: tuple[int, ...] = ()
+    continues: dict[int, int] = field(default_factory=dict)
     events: dict[int, list[str]] = field(default_factory=dict)
     idled: tuple[int, ...] = ()
     priorities: tuple[int | None, ...] = ()
@@ -76,6 +77,8 @@ class Run:
             request.arrive = arrive
         for request in self.aborted:
             trace.requests[request].finished = "abort"
+        for request, earlier in self.continues.items():
+            trace.requests[request].continues = earlier
         for index, rows in enumerate(self.rows):
             trace.steps.append(self._step(index, rows))
         for life, (request, hit) in enumerate(self.lives):
@@ -353,6 +356,22 @@ SCENARIOS: dict[str, tuple[Run, set[str]]] = {
             sizes={"max_num_batched_tokens": 2048},
         ),
         HIT_12 | {"burst", "cold-beside-replay", "replay-in-large-step"},
+    ),
+    "two more turns after five outputs, the last of which fills a block": (
+        Run(
+            ["aaaabbb", "aaaabbbbcwxyz", "aaaabbbbcwxyzv"],
+            [(0, 0), (1, 8), (2, 12)],
+            [
+                [Row(0, 0, 7, [1, 2])],
+                *([Row(0, at, 1, [1, 2, 3], False)] for at in (7, 8, 9, 10)),
+                [Row(1, 4, 9, [1, 2, 4, 5])],
+                [Row(2, 8, 6, [1, 2, 4, 6])],
+            ],
+            outputs={0: "bcwxy"},
+            continues={1: 0, 2: 1},
+        ),
+        {"hit-above-window", "hit-smallest-adopted", "several-depths", "divergence-in-last-block"}
+        | {"continued", "continued-hits-output", "continued-hit-on-hit", "continued-stops-short"},
     ),
 }
 

@@ -77,6 +77,10 @@ CLAIMS: dict[str, set[str]] = {
     "two-window-groups": {"several-window-groups", "decode-beside-replay"},
     "four-window-groups": {"several-window-groups"},
     "two-window-groups-replay-off": {"replay-off-hit"},
+    "continued-hits-output": {"continued", "continued-hits-output"},
+    "continued-four-turns": {"continued-hit-on-hit", "continued-hits-output"},
+    "continued-last-token-on-a-block": {"continued-stops-short"},
+    "continued-twice-at-once": {"continued-hits-output", "abort", "burst"},
 }
 """Slug to the edges that the seed must reach."""
 

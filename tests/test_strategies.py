@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, find, given, seed, settings
 from hypothesis import strategies as st
 
 from fuzz.case import Case, check, decode, encode
-from fuzz.corners import cases_for, with_crowds
+from fuzz.corners import cases_for, with_crowds, with_single_tokens
 from fuzz.edges import EDGES, edges
 from fuzz.engines.base import Engine
 from fuzz.strategies import PROFILES, SMALL_SIZES, Sizes, blocks_needed, cases, replay_start_can_be_null
@@ -142,3 +142,15 @@ def test_crowds_fit_into_a_step_and_into_a_file():
         assert decode(encode(case)) == case
     assert 1030 in sizes
     assert any(4 < size < 9 for size in sizes)  # a chunk of the ROCm layer's prefills has four
+
+
+def test_chunks_of_one_token_end_with_the_longest_prompt_again():
+    made = [
+        case for case in sample(with_single_tokens(cases("small")), 900) if case.requests[-1].id.startswith("again")
+    ]
+    assert {case.geometry.max_num_batched_tokens for case in made} == {1, 2, 3}
+    for case in made:
+        check(case)
+        again = [request for request in case.requests if request.id.startswith("again")]
+        assert len(again) == case.geometry.max_num_seqs
+        assert len(again[0]) == max(map(len, case.requests))

@@ -79,7 +79,9 @@ def full() -> Trace:
             max_num_seqs=2,
             replay=False,
         ),
-        requests=[TracedRequest("r", 2, ints(3, 4), 5, [6, 7], "abort", outputs, reads_cache=False, priority=3)],
+        requests=[
+            TracedRequest("r", 2, ints(3, 4), 5, [6, 7], "abort", outputs, reads_cache=False, priority=3, continues=0)
+        ],
         groups=[Group("window", 2, False, 4)],
         replay_expected=True,
         kernels="compiled",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from fuzz.engines.base import Refused, Unavailable
 from fuzz.engines.drive import Driver, Scheduled
 from fuzz.probe.batch import Batch
 from fuzz.probe.recorder import recorder
-from invariants.trace import Geometry, Outputs, Probe
+from invariants.trace import Geometry, IntArray, Outputs, Probe
 
 ARM_OPTIONS: dict[str, dict[str, Any]] = {
     "main": {},
@@ -156,8 +156,14 @@ def _config(case: Case, probe: Probe, arm: str) -> Any:
 class CoreDriver(Driver):
     """One case on one ``Core``, which must be empty."""
 
-    def __init__(self, case: Case, core: Core, before: Callable[[Any], None] | None = None) -> None:
-        super().__init__(case, core.scheduler, core.engine.request_block_hasher)
+    def __init__(
+        self,
+        case: Case,
+        core: Core,
+        before: Callable[[Any], None] | None = None,
+        prompts: Sequence[IntArray] | None = None,
+    ) -> None:
+        super().__init__(case, core.scheduler, core.engine.request_block_hasher, prompts)
         self._core = core
         self._before = before
         """Called with each SchedulerOutput before it is executed."""

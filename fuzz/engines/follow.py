@@ -23,6 +23,7 @@ from invariants.trace import Fault, Final, Trace, TracedRequest
 
 def traced_requests(case: Case, has_model: bool = False) -> list[TracedRequest]:
     """The case's requests, before anything has happened to them; without a model nobody asks for prompt logprobs."""
+    names = [request.id for request in case.requests]
     return [
         TracedRequest(
             id=request.id,
@@ -31,6 +32,7 @@ def traced_requests(case: Case, has_model: bool = False) -> list[TracedRequest]:
             max_tokens=request.max_tokens,
             reads_cache=not (has_model and request.prompt_logprobs is True),
             priority=None if request.priority is UNSET else request.priority,
+            continues=None if request.continues is UNSET else names.index(request.continues),
         )
         for request in case.requests
     ]
@@ -64,8 +66,9 @@ def follow(
         trace.faults.append(Fault("exception", driver.step, str(disagreement), "the worker's batch"))
     except Exception as error:
         trace.faults.append(fault_of(error, driver.step))
-    for request, output, end in zip(trace.requests, driver.outputs, driver.ends, strict=True):
-        request.output, request.finished = output, end
+    for number, request in enumerate(trace.requests):
+        request.output, request.finished = driver.outputs[number], driver.ends[number]
+        request.prompt, request.arrive = driver.prompts[number], driver.arrived[number]
 
 
 def fault_of(error: Exception, step: int) -> Fault:

@@ -29,9 +29,9 @@ def blocks_for(case: Case) -> int:
     """Blocks for all requests at once, each with as many lives as events can give it, and the null block."""
     sizes = case.geometry
     lives = 1 + sum(event.kind == "preempt" for event in case.events)
-    lengths = [len(request) + request.max_tokens for request in case.requests]
     windows = 1 if sizes.window_groups is UNSET else sizes.window_groups
-    return 1 + lives * sum(ceil(n / sizes.block_size) + windows * (ceil(n / sizes.swa_block_size) + 1) for n in lengths)
+    blocks = (ceil(n / sizes.block_size) + windows * (ceil(n / sizes.swa_block_size) + 1) for n in case.max_lengths)
+    return 1 + lives * sum(blocks)
 
 
 @dataclass(slots=True, eq=False)
