@@ -127,7 +127,7 @@ def _more_windows(case: Case, more: int) -> Case:
         return case
     geometry = case.geometry
     sizes, chunk = Sizes(geometry.window, geometry.block_size, geometry.swa_block_size), geometry.max_num_batched_tokens
-    lengths = [len(request) + request.max_tokens for request in case.requests]
+    lengths = case.max_lengths
     roomy = geometry.num_blocks > sum(blocks_needed(sizes, chunk, length) for length in lengths)
     windows = [
         blocks_needed(sizes, chunk, length) - ceil(length / geometry.block_size)
@@ -151,7 +151,7 @@ def _lose_prefix(case: Case, delay: int) -> Case:
     geometry, longest = case.geometry, max(case.requests, key=len)
     if not delay or len(longest) <= geometry.window:
         return case
-    lengths = [len(request) + request.max_tokens for request in case.requests]
+    lengths = case.max_lengths
     more = max(0, len(longest) + 1 + delay - max(lengths))
     blocks = ceil(more / geometry.block_size) + ceil(more / geometry.swa_block_size)
     # By then the others are gone: a step computes a token of some request, unless one of them is preempted.
@@ -184,7 +184,8 @@ def _prioritise(case: Case, room: int, priorities: Sequence[int]) -> Case:
     ]
     given = [msgspec.structs.replace(later[i], priority=priorities[i % len(priorities)]) for i in range(len(later))]
     sizes, chunk = Sizes(geometry.window, geometry.block_size, geometry.swa_block_size), geometry.max_num_batched_tokens
-    needed = max(blocks_needed(sizes, chunk, len(request) + request.max_tokens) for request in (first, *given))
+    case = msgspec.structs.replace(case, requests=(first, *given))
+    needed = max(blocks_needed(sizes, chunk, length) for length in case.max_lengths)
     return msgspec.structs.replace(
         case,
         geometry=msgspec.structs.replace(
@@ -194,7 +195,6 @@ def _prioritise(case: Case, room: int, priorities: Sequence[int]) -> Case:
             # A prefill goes on for some steps, beside decodes that take the blocks away that it was admitted for.
             long_prefill_token_threshold=min((1 + room) * sizes.hit_unit, len(first)),
         ),
-        requests=(first, *given),
     )
 
 

@@ -49,8 +49,8 @@ def mix_blind(view: View) -> Iterator[Violation]:
     """A request that runs alone, after the same hit, gives the same bits as in the mix.
 
     Of an arm's entry only requests with one admission and the same hit are comparable. Where a hit may drift, the
-    adopted states have to be those of lives without a hit as well: alone, a cold request computes them. Where chunks are
-    trimmed, they have to be those that it gets alone.
+    adopted states have to be those of lives without a hit as well: alone, a cold request computes them. Where chunks
+    are trimmed, they have to be those that it gets alone.
     """
     lives = view.trace.admissions
     of_request: dict[int, list[int]] = {}
