@@ -237,6 +237,9 @@ def _check_layout(geometry: Geometry) -> None:
     groups = geometry.window_groups
     if groups is not UNSET and not 1 <= groups <= MAX_WINDOW_GROUPS:
         raise CaseError(f"{groups} is not in 1..{MAX_WINDOW_GROUPS} - at `$.geometry.window_groups`")
+    interval = geometry.retention
+    if isinstance(interval, int) and not 0 <= interval <= MAX_PROMPT_TOKENS:
+        raise CaseError(f"{interval} is not in 0..{MAX_PROMPT_TOKENS} - at `$.geometry.retention`")
 
 
 def _check_probe(case: Case) -> None:

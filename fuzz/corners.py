@@ -27,7 +27,7 @@ def cases_for(engine: str, profile: str) -> SearchStrategy[Case]:
     if engine == "scheduler":
         plain = with_priorities(plain)
     plain = with_window_groups(with_lost_prefixes(with_larger_window_blocks(plain)))
-    return with_crowds(plain) if engine == "kernels" else plain
+    return with_crowds(plain) if engine == "kernels" else with_retention(plain)
 
 
 def with_probe(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
@@ -194,3 +194,34 @@ def _prioritise(case: Case, room: int, priorities: Sequence[int]) -> Case:
         ),
         requests=(first, *given),
     )
+
+
+def with_retention(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in eight with a retention interval, mostly without replay (with it, it changes nothing), and
+    with two requests more, the second of which shares most of the first one's prompt."""
+    return st.builds(
+        _retain,
+        plain,
+        st.sampled_from((None,) * 28 + (0, 1, 2, 3)),
+        st.sampled_from((False,) * 5 + (True,)),
+        st.sampled_from((0, 1, -1)),
+    )
+
+
+def _retain(case: Case, units: int | None, replay: bool, delta: int) -> Case:
+    """``units``: the interval in hit units, 0: every one; None: the case as it is. ``delta``: how many tokens more than
+    three intervals, and the one that is always computed, are shared."""
+    geometry = case.geometry
+    if units is None:
+        return case
+    sizes, chunk = Sizes(geometry.window, geometry.block_size, geometry.swa_block_size), geometry.max_num_batched_tokens
+    step = max(1, units) * sizes.hit_unit
+    shared, whole = 3 * step + 1 + delta, 4 * step + geometry.window
+    after = max(request.arrive for request in case.requests) + sum(len(r) + r.max_tokens for r in case.requests)
+    more = (
+        Request(id="whole", arrive=after, prompt=(("kept", 0, whole),)),
+        Request(id="part", arrive=after + whole + 1, prompt=(("kept", 0, shared), ("part", 0, 2))),
+    )
+    blocks = geometry.num_blocks + blocks_needed(sizes, chunk, whole + 1)
+    geometry = msgspec.structs.replace(geometry, retention=step if units else None, replay=replay, num_blocks=blocks)
+    return msgspec.structs.replace(case, geometry=geometry, requests=(*case.requests, *more))

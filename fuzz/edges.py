@@ -14,6 +14,7 @@ from collections import defaultdict
 from typing import Final
 
 import numpy as np
+from msgspec import UNSET
 
 from invariants.reference import Prediction, hit_multiple, predict
 from invariants.trace import NULL_BLOCK, Admission, IntArray, Step, Trace
@@ -65,6 +66,8 @@ EDGES: Final[dict[str, str]] = {
     "preempted-by-priority": "the pool preempts a request though others have been admitted after it",
     "resumed-cold-after-replay": "a resumed request adopts no hit, though it replayed in its earlier life",
     "several-window-groups": "a hit is replayed in two or more window groups",
+    "retained-hit": "replay is off, and a hit ends where no earlier prompt does: a retention interval keeps the window",
+    "retention-beside-replay": "a hit is replayed, and a retention interval is set for nothing",
     "window-block-larger": "a hit is replayed where blocks of the window group are larger than the cacheable group's",
     "window-block-not-dividing": "a hit is replayed where the block of neither group divides the other's",
     "idle-batch-over-cached-blocks": "an engine without requests runs a dummy batch while blocks are cached",
@@ -229,6 +232,13 @@ class _Walk:
                 self.reached.add("replay-start-retired")
         if not self.trace.replay_expected:
             self.reached.add("replay-off-hit")
+        if geometry.retention not in (UNSET, 0):
+            earlier = [self.trace.requests[request] for request in self.life]
+            ends = {(len(request.prompt) - 1) // self.multiple * self.multiple for request in earlier}
+            if self.trace.replay_expected:
+                self.reached.add("retention-beside-replay")
+            elif hit not in ends:
+                self.reached.add("retained-hit")
         if life.tokens == hit + 1:
             self.reached.add("one-token-tail")
         if len(self.depths) > 1:

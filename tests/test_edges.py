@@ -49,7 +49,7 @@ class Run:
     idled: tuple[int, ...] = ()
     priorities: tuple[int | None, ...] = ()
     arrivals: tuple[int, ...] = ()
-    sizes: dict[str, int | bool] = field(default_factory=dict)
+    sizes: dict[str, int | bool | None] = field(default_factory=dict)
 
     def trace(self) -> Trace:
         defaults = {"window": 4, "block_size": 4, "swa_block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 32}
@@ -258,6 +258,19 @@ SCENARIOS: dict[str, tuple[Run, set[str]]] = {
             preempted={5: [1]},
         ),
         HIT_12 | {"preempted", "preempted-then-hit", "resumed-replays-output", "resumed-elsewhere", "several-depths"},
+    ),
+    "replay off, and every window is kept": (
+        Run(
+            [LONG, "aaaabbbbxy"],
+            [(0, 0), (1, 4)],
+            [COLD, [Row(1, 4, 6, [1, 5, 6])]],
+            sizes={"replay": False, "retention": None},
+        ),
+        {"replay-off-hit", "retained-hit"},
+    ),
+    "replay on, and every window would be kept": (
+        Run([LONG, LONG], [(0, 0), (1, 12)], [COLD, [Row(1, 8, 5, [1, 2, 3, 5])]], sizes={"retention": 4}),
+        HIT_12 | {"retention-beside-replay"},
     ),
     "by priority the second one of three goes last": (
         Run(

@@ -85,6 +85,7 @@ def vllm_config(case: Case) -> Any:
     config.cache_config.block_size = geometry.block_size
     config.cache_config.num_gpu_blocks = geometry.num_blocks
     config.cache_config.swa_bounded_replay = geometry.replay
+    config.cache_config.prefix_cache_retention_interval = 0 if geometry.retention is UNSET else geometry.retention
     try:
         scheduler.verify_max_model_len(case.max_model_len)
     except ValueError as error:
