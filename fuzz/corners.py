@@ -27,7 +27,7 @@ def cases_for(engine: str, profile: str) -> SearchStrategy[Case]:
     if engine == "scheduler":
         plain = with_priorities(plain)
     plain = with_window_groups(with_lost_prefixes(with_larger_window_blocks(plain)))
-    return with_crowds(plain) if engine == "kernels" else with_retention(plain)
+    return with_crowds(plain) if engine == "kernels" else with_model_length(with_retention(plain))
 
 
 def with_probe(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
@@ -225,3 +225,18 @@ def _retain(case: Case, units: int | None, replay: bool, delta: int) -> Case:
     blocks = geometry.num_blocks + blocks_needed(sizes, chunk, whole + 1)
     geometry = msgspec.structs.replace(geometry, retention=step if units else None, replay=replay, num_blocks=blocks)
     return msgspec.structs.replace(case, geometry=geometry, requests=(*case.requests, *more))
+
+
+def with_model_length(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in ten with a limit for a request's tokens that cuts outputs short, or refuses a prompt."""
+    return st.builds(_limit, plain, st.sampled_from((None,) * 27 + (1, 3, 0)))
+
+
+def _limit(case: Case, room: int | None) -> Case:
+    """``room``: tokens that the longest prompt leaves for its output; 0: it is refused; None: the case as it is."""
+    limit = max(map(len, case.requests)) + (room or 0)
+    if room is None or limit < 2:
+        return case
+    threshold = min(case.geometry.long_prefill_token_threshold, limit)
+    geometry = msgspec.structs.replace(case.geometry, max_model_len=limit, long_prefill_token_threshold=threshold)
+    return msgspec.structs.replace(case, geometry=geometry)

@@ -66,6 +66,9 @@ EDGES: Final[dict[str, str]] = {
     "preempted-by-priority": "the pool preempts a request though others have been admitted after it",
     "resumed-cold-after-replay": "a resumed request adopts no hit, though it replayed in its earlier life",
     "several-window-groups": "a hit is replayed in two or more window groups",
+    "preempted-repeatedly": "a request is preempted three times or more",
+    "prompt-refused": "a prompt leaves no room for a token more, and is refused",
+    "output-cut": "an output ends where the longest allowed request does",
     "retained-hit": "replay is off, and a hit ends where no earlier prompt does: a retention interval keeps the window",
     "retention-beside-replay": "a hit is replayed, and a retention interval is set for nothing",
     "window-block-larger": "a hit is replayed where blocks of the window group are larger than the cacheable group's",
@@ -117,6 +120,7 @@ class _Walk:
 
     def run(self) -> set[str]:
         predictions = predict(self.trace)
+        self._ends()
         for step in self.trace.steps:
             self._before(step)
             rows = {admission: row for row, admission in enumerate(step.admission.tolist())}
@@ -135,6 +139,18 @@ class _Walk:
             if step.idled and self.cached:
                 self.reached.add("idle-batch-over-cached-blocks")
         return self.reached
+
+    def _ends(self) -> None:
+        """Which requests ended otherwise than by their own length."""
+        limit = self.trace.geometry.max_model_len
+        for number, request in enumerate(self.trace.requests):
+            if request.finished == "refused":
+                self.reached.add("prompt-refused")
+            cut = len(request.prompt) + len(request.output) == limit and len(request.output) < request.max_tokens
+            if cut and request.finished == "length":
+                self.reached.add("output-cut")
+            if sum(number in step.preempted for step in self.trace.steps) > 2:
+                self.reached.add("preempted-repeatedly")
 
     def _before(self, step: Step) -> None:
         """Events, preemptions and aborts, which come before the step's rows."""
@@ -163,6 +179,7 @@ class _Walk:
             request.arrive
             for index, request in enumerate(requests)
             if request.arrive < step.index and index not in self.life and index not in step.request
+            if request.finished != "refused"
         ]
         new = [requests[index].arrive for index in step.request.tolist() if index not in self.life]
         if waiting and new and min(waiting) < max(new):

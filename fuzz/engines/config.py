@@ -93,6 +93,21 @@ def vllm_config(case: Case) -> Any:
     return config
 
 
+def accepts(config: Any, prompt: int) -> bool:
+    """Whether vLLM's front-end takes a prompt of so many tokens."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    processor: Any = object.__new__(InputProcessor)
+    processor.model_config = config.model_config
+    processor.supports_mm_inputs = processor.skip_prompt_length_check = False
+    try:
+        processor._validate_prompt_len(prompt, "decoder")
+    except VLLMValidationError:
+        return False
+    return True
+
+
 def versions(kernels: str) -> dict[str, str]:
     """Of vLLM, torch and Triton, and what executes the kernels."""
     import torch

@@ -46,11 +46,13 @@ class Driver:
     def __init__(self, case: Case, scheduler: Any, hasher: Any) -> None:
         self.scheduler = scheduler
         self.outputs: list[list[int]] = [[] for _ in case.requests]
-        self.ends: list[Literal["length", "abort"] | None] = [None] * len(case.requests)
+        self.ends: list[Literal["length", "abort", "refused"] | None] = [None] * len(case.requests)
         self.metrics = {"prefix_cache_queries": 0, "prefix_cache_hits": 0, "preempted_hits": 0, "cached_tokens": 0}
         self.step = 0
         self.prompts = [request.tokens() for request in case.requests]
         self.case = case
+        self.accepts: Callable[[int], bool] = lambda _: True
+        """Whether a prompt of so many tokens gets past vLLM's front-end, which is not here."""
         self._hasher = hasher
         self._index = {request.id: index for index, request in enumerate(case.requests)}
         self._live: dict[str, Any] = {}
@@ -95,6 +97,9 @@ class Driver:
 
         index = self._index[name]
         request = self.case.requests[index]
+        if not self.accepts(len(request)):
+            self.ends[index] = "refused"
+            return
         self._live[name] = Request(
             request_id=name,
             prompt_token_ids=self.prompts[index].tolist(),
