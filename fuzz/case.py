@@ -135,7 +135,9 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest request, prompt and output."""
+        """Tokens that a request may have: as given, or those of the longest one, prompt and output."""
+        if self.geometry.max_model_len is not UNSET:
+            return self.geometry.max_model_len
         return max(self.max_lengths)
 
 
@@ -252,6 +254,12 @@ def _check_layout(geometry: Geometry) -> None:
     groups = geometry.window_groups
     if groups is not UNSET and not 1 <= groups <= MAX_WINDOW_GROUPS:
         raise CaseError(f"{groups} is not in 1..{MAX_WINDOW_GROUPS} - at `$.geometry.window_groups`")
+    length = geometry.max_model_len
+    if length is not UNSET and not 2 <= length <= MAX_PROMPT_TOKENS:
+        raise CaseError(f"{length} is not in 2..{MAX_PROMPT_TOKENS} - at `$.geometry.max_model_len`")
+    interval = geometry.retention
+    if isinstance(interval, int) and not 0 <= interval <= MAX_PROMPT_TOKENS:
+        raise CaseError(f"{interval} is not in 0..{MAX_PROMPT_TOKENS} - at `$.geometry.retention`")
 
 
 def _check_turns(case: Case) -> None:

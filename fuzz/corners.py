@@ -29,7 +29,7 @@ def cases_for(engine: str, profile: str) -> SearchStrategy[Case]:
     if engine == "scheduler":
         plain = with_priorities(plain)
     plain = with_window_groups(with_lost_prefixes(with_larger_window_blocks(plain)))
-    return with_single_tokens(with_crowds(plain)) if engine == "kernels" else plain
+    return with_single_tokens(with_crowds(plain)) if engine == "kernels" else with_model_length(with_retention(plain))
 
 
 def with_probe(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
@@ -256,4 +256,50 @@ def _add_turns(case: Case, first: int, turns: list[tuple[int, str, int]]) -> Cas
     case = msgspec.structs.replace(case, requests=tuple(requests))
     needed = 1 + blocks_needed(sizes, case.geometry.max_num_batched_tokens, case.max_model_len)
     geometry = msgspec.structs.replace(case.geometry, num_blocks=max(case.geometry.num_blocks, needed))
+    return msgspec.structs.replace(case, geometry=geometry)
+
+
+def with_retention(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in eight with a retention interval, mostly without replay (with it, it changes nothing), and
+    with two requests more, the second of which shares most of the first one's prompt."""
+    return st.builds(
+        _retain,
+        plain,
+        st.sampled_from((None,) * 28 + (0, 1, 2, 3)),
+        st.sampled_from((False,) * 5 + (True,)),
+        st.sampled_from((0, 1, -1)),
+    )
+
+
+def _retain(case: Case, units: int | None, replay: bool, delta: int) -> Case:
+    """``units``: the interval in hit units, 0: every one; None: the case as it is. ``delta``: how many tokens more than
+    three intervals, and the one that is always computed, are shared."""
+    geometry = case.geometry
+    if units is None:
+        return case
+    sizes, chunk = Sizes(geometry.window, geometry.block_size, geometry.swa_block_size), geometry.max_num_batched_tokens
+    step = max(1, units) * sizes.hit_unit
+    shared, whole = 3 * step + 1 + delta, 4 * step + geometry.window
+    after = max(request.arrive for request in case.requests) + sum(case.max_lengths)
+    more = (
+        Request(id="whole", arrive=after, prompt=(("kept", 0, whole),)),
+        Request(id="part", arrive=after + whole + 1, prompt=(("kept", 0, shared), ("part", 0, 2))),
+    )
+    blocks = geometry.num_blocks + blocks_needed(sizes, chunk, whole + 1)
+    geometry = msgspec.structs.replace(geometry, retention=step if units else None, replay=replay, num_blocks=blocks)
+    return msgspec.structs.replace(case, geometry=geometry, requests=(*case.requests, *more))
+
+
+def with_model_length(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in ten with a limit for a request's tokens that cuts outputs short, or refuses a prompt."""
+    return st.builds(_limit, plain, st.sampled_from((None,) * 27 + (1, 3, 0)))
+
+
+def _limit(case: Case, room: int | None) -> Case:
+    """``room``: tokens that the longest prompt leaves for its output; 0: it is refused; None: the case as it is."""
+    limit = max(map(len, case.requests)) + (room or 0)
+    if room is None or limit < 2:
+        return case
+    threshold = min(case.geometry.long_prefill_token_threshold, limit)
+    geometry = msgspec.structs.replace(case.geometry, max_model_len=limit, long_prefill_token_threshold=threshold)
     return msgspec.structs.replace(case, geometry=geometry)

@@ -14,6 +14,7 @@ from collections import defaultdict
 from typing import Final
 
 import numpy as np
+from msgspec import UNSET
 
 from invariants.reference import Prediction, hit_multiple, predict
 from invariants.trace import NULL_BLOCK, Admission, IntArray, Step, Trace
@@ -65,6 +66,11 @@ EDGES: Final[dict[str, str]] = {
     "preempted-by-priority": "the pool preempts a request though others have been admitted after it",
     "resumed-cold-after-replay": "a resumed request adopts no hit, though it replayed in its earlier life",
     "several-window-groups": "a hit is replayed in two or more window groups",
+    "preempted-repeatedly": "a request is preempted three times or more",
+    "prompt-refused": "a prompt leaves no room for a token more, and is refused",
+    "output-cut": "an output ends where the longest allowed request does",
+    "retained-hit": "replay is off, and a hit ends where no earlier prompt does: a retention interval keeps the window",
+    "retention-beside-replay": "a hit is replayed, and a retention interval is set for nothing",
     "window-block-larger": "a hit is replayed where blocks of the window group are larger than the cacheable group's",
     "window-block-not-dividing": "a hit is replayed where the block of neither group divides the other's",
     "idle-batch-over-cached-blocks": "an engine without requests runs a dummy batch while blocks are cached",
@@ -118,6 +124,7 @@ class _Walk:
 
     def run(self) -> set[str]:
         predictions = predict(self.trace)
+        self._ends()
         for step in self.trace.steps:
             self._before(step)
             rows = {admission: row for row, admission in enumerate(step.admission.tolist())}
@@ -136,6 +143,18 @@ class _Walk:
             if step.idled and self.cached:
                 self.reached.add("idle-batch-over-cached-blocks")
         return self.reached
+
+    def _ends(self) -> None:
+        """Which requests ended otherwise than by their own length."""
+        limit = self.trace.geometry.max_model_len
+        for number, request in enumerate(self.trace.requests):
+            if request.finished == "refused":
+                self.reached.add("prompt-refused")
+            cut = len(request.prompt) + len(request.output) == limit and len(request.output) < request.max_tokens
+            if cut and request.finished == "length":
+                self.reached.add("output-cut")
+            if sum(number in step.preempted for step in self.trace.steps) > 2:
+                self.reached.add("preempted-repeatedly")
 
     def _before(self, step: Step) -> None:
         """Events, preemptions and aborts, which come before the step's rows."""
@@ -164,6 +183,7 @@ class _Walk:
             request.arrive
             for index, request in enumerate(requests)
             if request.arrive < step.index and index not in self.life and index not in step.request
+            if request.finished != "refused"
         ]
         new = [requests[index].arrive for index in step.request.tolist() if index not in self.life]
         if waiting and new and min(waiting) < max(new):
@@ -247,6 +267,13 @@ class _Walk:
                 self.reached.add("replay-start-retired")
         if not self.trace.replay_expected:
             self.reached.add("replay-off-hit")
+        if geometry.retention not in (UNSET, 0):
+            earlier = [self.trace.requests[request] for request in self.life]
+            ends = {(len(request.prompt) - 1) // self.multiple * self.multiple for request in earlier}
+            if self.trace.replay_expected:
+                self.reached.add("retention-beside-replay")
+            elif hit not in ends:
+                self.reached.add("retained-hit")
         if life.tokens == hit + 1:
             self.reached.add("one-token-tail")
         if len(self.depths) > 1:

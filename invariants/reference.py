@@ -17,7 +17,8 @@ read from vLLM 0.33.0 (block_pool, kv_cache_manager) and owed by its documentati
   handed for that chunk are in no table of the step, though what they held is lost: any block may be, so there are only
   bounds. It computed nothing, so what it would have computed cannot be hit.
 * With replay off the window group takes part, and what is owed of it is what a prompt sent again needs: the window
-  before the last boundary that such a prompt can hit. What else vLLM keeps is its own affair, so there are only bounds.
+  before the last boundary that such a prompt can hit, and before each multiple of the retention interval if there is
+  one. What else vLLM keeps is its own affair, so there are only bounds.
 
 Imports nothing of vLLM.
 """
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 
 from invariants.cache import PrefixCache
 from invariants.trace import NULL_BLOCK, Admission, Step, Trace
@@ -219,16 +221,21 @@ class _Replay:
             if last <= first:
                 continue
             life.registered[group] = last
-            if group != self.cacheable:
-                prompt = len(self.trace.requests[life.request].prompt)
-                kept = self._kept((prompt - 1) // self.multiple * self.multiple, cache.block_size)
-                first, last = max(first, kept[0]), min(last, kept[1])
+            kept = None if group == self.cacheable else self._retained(life.request, end, cache.block_size)
             nodes = self._nodes(life.request, group)[first:last]
             # Without tables a prefix stands for its block: it is never seen to be evicted.
             blocks = step.tables[group][row][first:last].tolist() if step.tables else [-node for node in nodes]
-            for block, node in zip(blocks, nodes, strict=False):
-                if block != NULL_BLOCK:
+            for index, (block, node) in enumerate(zip(blocks, nodes, strict=False), first):
+                if block != NULL_BLOCK and (kept is None or index in kept):
                     cache.register(block, node)
+
+    def _retained(self, request: int, end: int, block_size: int) -> set[int]:
+        """Window blocks of a request, up to ``end`` tokens of it, that the prefix cache has to keep."""
+        prompt, interval = len(self.trace.requests[request].prompt), self.trace.geometry.retention
+        boundaries = {(prompt - 1) // self.multiple * self.multiple}
+        if interval is None or (interval is not UNSET and interval > 0):
+            boundaries.update(range(0, end + 1, interval or self.multiple))
+        return {block for boundary in boundaries for block in range(*self._kept(boundary, block_size))}
 
     def _nodes(self, request: int, group: int) -> list[int]:
         nodes = self.nodes.get((request, group))

@@ -51,6 +51,12 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Bounded replay asked for (vLLM's ``--swa-bounded-replay``)."""
     window_groups: int | UnsetType = UNSET
     """Sliding-window groups, all alike but for their block tables; unset: one. DeepSeek-V4.1 has four."""
+    retention: int | UnsetType | None = UNSET
+    """Tokens between positions at which the prefix cache keeps a window, where it keeps windows (replay off); None:
+    at every position that a hit can end on; unset: 0, at the ends of prompts only."""
+    max_model_len: int | UnsetType = UNSET
+    """Tokens that a request may have: a prompt that leaves no room for one more is refused, an output ends there;
+    unset: as many as the longest request gets."""
 
 
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

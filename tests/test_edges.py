@@ -50,7 +50,8 @@ class Run:
     idled: tuple[int, ...] = ()
     priorities: tuple[int | None, ...] = ()
     arrivals: tuple[int, ...] = ()
-    sizes: dict[str, int | bool] = field(default_factory=dict)
+    refused: tuple[int, ...] = ()
+    sizes: dict[str, int | bool | None] = field(default_factory=dict)
 
     def trace(self) -> Trace:
         defaults = {"window": 4, "block_size": 4, "swa_block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 32}
@@ -75,6 +76,8 @@ class Run:
             request.priority = priority
         for request, arrive in zip(trace.requests, self.arrivals, strict=False):
             request.arrive = arrive
+        for request in self.refused:
+            trace.requests[request].finished = "refused"
         for request in self.aborted:
             trace.requests[request].finished = "abort"
         for request, earlier in self.continues.items():
@@ -261,6 +264,36 @@ SCENARIOS: dict[str, tuple[Run, set[str]]] = {
             preempted={5: [1]},
         ),
         HIT_12 | {"preempted", "preempted-then-hit", "resumed-replays-output", "resumed-elsewhere", "several-depths"},
+    ),
+    "replay off, and every window is kept": (
+        Run(
+            [LONG, "aaaabbbbxy"],
+            [(0, 0), (1, 4)],
+            [COLD, [Row(1, 4, 6, [1, 5, 6])]],
+            sizes={"replay": False, "retention": None},
+        ),
+        {"replay-off-hit", "retained-hit"},
+    ),
+    "replay on, and every window would be kept": (
+        Run([LONG, LONG], [(0, 0), (1, 12)], [COLD, [Row(1, 8, 5, [1, 2, 3, 5])]], sizes={"retention": 4}),
+        HIT_12 | {"retention-beside-replay"},
+    ),
+    "a prompt that is refused": (
+        Run(["aaa", LONG], [(0, 0)], [[Row(0, 0, 3, [1])]], refused=(1,), sizes={"max_model_len": 13}),
+        {"prompt-refused"},
+    ),
+    "an output that is cut": (
+        Run(["aaa"], [(0, 0)], [[Row(0, 0, 3, [1])]], outputs={0: "b"}, finished={0: [0]}, sizes={"max_model_len": 4}),
+        {"output-cut"},
+    ),
+    "preempted three times": (
+        Run(
+            ["aaa"],
+            [(0, 0)] * 4,
+            [[Row(life, 0, 3, [1])] for life in range(4)],
+            preempted={1: [0], 2: [0], 3: [0]},
+        ),
+        {"preempted", "preempted-repeatedly"},
     ),
     "by priority the second one of three goes last": (
         Run(

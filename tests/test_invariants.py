@@ -97,6 +97,26 @@ def test_the_threshold_does_not_bind_a_request_that_is_alone():
     assert [(v.step, v.expected) for v in over] == [(2, "1 to 6 tokens")]
 
 
+def test_a_request_ends_at_the_longest_that_is_allowed():
+    """The prime has 10 tokens and samples 4, the query 13 and 2."""
+    trace = traces.prime_then_hit()
+    trace.geometry = traces.geometry(max_model_len=15)
+    assert judge(trace) == []
+    trace.geometry = traces.geometry(max_model_len=14)  # so the query may sample 1
+    assert found(trace) == {("progress", "output")}
+    trace.geometry = traces.geometry(max_model_len=13)  # and is to be refused
+    assert ("progress", "refused") in found(trace)
+
+
+def test_nobody_else_is_refused():
+    trace = traces.prime_then_hit()
+    trace.requests.append(replace(traces.request("more", 4, range(13), []), finished="refused"))
+    trace.geometry = traces.geometry(max_model_len=15)
+    assert found(trace) == {("progress", "refused")}
+    trace.requests[-1].prompt = traces.ints(*range(15))
+    assert judge(trace) == []
+
+
 def test_by_priority_nobody_is_preempted_for_one_that_comes_after_it():
     trace = traces.prime_then_hit()
     trace.steps[3].preempted = [0]  # beside row 1, the query

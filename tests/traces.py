@@ -36,7 +36,7 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def geometry(**changes: int | bool) -> Geometry:
+def geometry(**changes: object) -> Geometry:
     sizes = {
         "window": W,
         "block_size": BLOCK,

@@ -85,11 +85,27 @@ def vllm_config(case: Case) -> Any:
     config.cache_config.block_size = geometry.block_size
     config.cache_config.num_gpu_blocks = geometry.num_blocks
     config.cache_config.swa_bounded_replay = geometry.replay
+    config.cache_config.prefix_cache_retention_interval = 0 if geometry.retention is UNSET else geometry.retention
     try:
         scheduler.verify_max_model_len(case.max_model_len)
     except ValueError as error:
         raise Refused(one_line(error)) from error
     return config
+
+
+def accepts(config: Any, prompt: int) -> bool:
+    """Whether vLLM's front-end takes a prompt of so many tokens."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    processor: Any = object.__new__(InputProcessor)
+    processor.model_config = config.model_config
+    processor.supports_mm_inputs = processor.skip_prompt_length_check = False
+    try:
+        processor._validate_prompt_len(prompt, "decoder")
+    except VLLMValidationError:
+        return False
+    return True
 
 
 def versions(kernels: str) -> dict[str, str]:

@@ -114,8 +114,8 @@ def _config(case: Case, probe: Probe, arm: str) -> Any:
     from fuzz.probe.model import Sizes, hf_config
 
     geometry = case.geometry
-    if geometry.window_groups is not UNSET:
-        raise Refused("vLLM makes the KV-cache groups of a model itself, so window_groups cannot be set")
+    if any(field is not UNSET for field in (geometry.window_groups, geometry.retention, geometry.max_model_len)):
+        raise Refused("window_groups, retention and max_model_len are for engines without a model")
     if geometry.block_size % probe.compress_ratio:
         raise Refused(f"blocks of {geometry.block_size} tokens do not hold states of {probe.compress_ratio} tokens")
     sizes = Sizes(

@@ -50,7 +50,7 @@ class Driver:
     def __init__(self, case: Case, scheduler: Any, hasher: Any, prompts: Sequence[IntArray] | None = None) -> None:
         self.scheduler = scheduler
         self.outputs: list[list[int]] = [[] for _ in case.requests]
-        self.ends: list[Literal["length", "abort"] | None] = [None] * len(case.requests)
+        self.ends: list[Literal["length", "abort", "refused"] | None] = [None] * len(case.requests)
         self.metrics = {"prefix_cache_queries": 0, "prefix_cache_hits": 0, "preempted_hits": 0, "cached_tokens": 0}
         self.step = 0
         own = [request.tokens() for request in case.requests]
@@ -59,6 +59,8 @@ class Driver:
         self.arrived = [request.arrive for request in case.requests]
         """Step before which each was handed over, or will be at the earliest."""
         self.case = case
+        self.accepts: Callable[[int], bool] = lambda _: True
+        """Whether a prompt of so many tokens gets past vLLM's front-end, which is not here."""
         self._hasher = hasher
         self._index = {request.id: index for index, request in enumerate(case.requests)}
         self._whole = prompts is not None
@@ -127,6 +129,9 @@ class Driver:
             self.prompts[index] = np.concatenate(parts)
         self._seen[index] = zlib.crc32(self.prompts[index].tobytes())
         self.arrived[index] = self.step
+        if not self.accepts(len(self.prompts[index])):
+            self.ends[index] = "refused"
+            return
         self._live[name] = Request(
             request_id=name,
             prompt_token_ids=self.prompts[index].tolist(),

@@ -11,10 +11,12 @@ from __future__ import annotations
 import time
 
 import msgspec
+from msgspec import UNSET
 
 from fuzz import triton_cpu
 from fuzz.case import Case
 from fuzz.engines import config as vllm_setup
+from fuzz.engines.base import Refused
 from fuzz.engines.drive import Driver
 from fuzz.engines.follow import follow, traced_requests
 from fuzz.engines.plan import Planner, blocks_for
@@ -35,6 +37,8 @@ class KernelsEngine(SchedulerEngine):
     def run(self, case: Case, brisk: bool = False) -> Trace:  # noqa: ARG002 - without kernels nothing is left
         """See ``Engine.run``."""
         started, before = time.perf_counter(), triton_cpu.fallbacks.copy()
+        if case.geometry.max_model_len is not UNSET:
+            raise Refused("a planner refuses nothing and cuts nothing, so max_model_len cannot be set")
         geometry = msgspec.structs.replace(case.geometry, num_blocks=blocks_for(case))
         case = msgspec.structs.replace(case, geometry=geometry)
         config = vllm_setup.vllm_config(case)

@@ -95,4 +95,6 @@ class SchedulerEngine:
         config = vllm_setup.vllm_config(case)
         layout = vllm_setup.kv_cache_config(config, case.geometry)
         vllm_setup.check_pool(config, layout, case)
-        return Driver(case, *vllm_setup.make_scheduler(config, layout)), layout
+        driver = Driver(case, *vllm_setup.make_scheduler(config, layout))
+        driver.accepts = lambda prompt: vllm_setup.accepts(config, prompt)
+        return driver, layout
