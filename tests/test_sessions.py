@@ -11,8 +11,9 @@ import pytest
 from test_strategies import sample
 
 from fuzz.case import Case, CaseError, Event, Request, check, decode, encode
-from fuzz.corners import cases_for
+from fuzz.corners import with_turns
 from fuzz.engines.base import Engine
+from fuzz.strategies import cases
 from invariants import judge
 from invariants.trace import Geometry, Probe
 
@@ -77,9 +78,9 @@ def test_a_turn_that_means_nothing(requests: tuple[Request, ...], path: str) -> 
 
 
 def test_one_generated_case_in_ten_has_a_session() -> None:
-    made = sample(cases_for("scheduler", "small"), 300)
+    made = sample(with_turns(cases("small")), 600)
     continued = [case for case in made if any(request.id.startswith("turn") for request in case.requests)]
-    assert 15 <= len(continued) <= 60
+    assert 15 <= len(continued) <= 120
     for case in continued:
         check(case)
 
