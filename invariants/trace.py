@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.integer[Any]]
@@ -52,6 +53,14 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A longer prefill gets at most this many tokens a step; 0 = no limit."""
     replay: bool = True
     """Bounded replay asked for (vLLM's ``--swa-bounded-replay``)."""
+    window_groups: int | UnsetType = UNSET
+    """Sliding-window groups, all alike but for their block tables; unset: one. DeepSeek-V4.1 has four."""
+    retention: int | UnsetType | None = UNSET
+    """Tokens between positions at which the prefix cache keeps a window, where it keeps windows (replay off); None:
+    at every position that a hit can end on; unset: 0, at the ends of prompts only."""
+    max_model_len: int | UnsetType = UNSET
+    """Tokens that a request may have: a prompt that leaves no room for one more is refused, an output ends there;
+    unset: as many as the longest request gets."""
 
 
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -140,7 +149,7 @@ class TracedRequest:
     arrive: int
     """Step before which it was handed to the engine."""
     prompt: IntArray
-    """int32 [prompt length], token ids."""
+    """int32 [prompt length], token ids; of a request that continues another one and was never handed over, its own."""
     max_tokens: int
     output: list[int] = field(default_factory=list)
     """Sampled token ids, in order."""
@@ -152,6 +161,10 @@ class TracedRequest:
     """False: it asks for prompt logprobs, of which every row has to be computed, and so looks nothing up."""
     offer: Offer | None = None
     """None: no connector has KV of it."""
+    priority: int | None = None
+    """Lower goes first, and stays when the pool is full; None: requests go in the order in which they arrived."""
+    continues: int | None = None
+    """Index of the request whose prompt and whole output begin this one's prompt."""
 
 
 @dataclass(slots=True)
@@ -239,6 +252,8 @@ class Gathers:
     may run as either, whatever it is."""
     sampled: bool = False
     """Asked in some steps only: where it is absent, nothing is missing."""
+    group: int | None = None
+    """The window group that it reads, as an index into ``Trace.groups``; None: the first one."""
 
 
 @dataclass(slots=True)
@@ -286,6 +301,9 @@ class Step:
     queue: list[tuple[Turn, int]] = field(default_factory=list)
     """What the scheduler did with those that waited, in its order, and for which admission. Empty: all admissions that
     begin in the step, each looked up and then run."""
+    idled: bool = False
+    """After the step the engine had no request for a while, and so ran a dummy batch, as a data-parallel rank does
+    while others have requests. What that wrote and read is listed with rows of no request."""
 
 
 @dataclass(slots=True)

@@ -15,8 +15,9 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     {"invariants", "fuzz.triton_cpu"},
     {"fuzz.case", "fuzz.amdgcn"},
-    {"fuzz.strategies", "fuzz.corpus", "fuzz.edges", "fuzz.known", "fuzz.probe", "fuzz.mutation"},
-    {"fuzz.engines", "fuzz.corners"},
+    {"fuzz.strategies", "fuzz.corpus", "fuzz.edges", "fuzz.known", "fuzz.probe", "fuzz.mutation", "fuzz.fixed"},
+    {"fuzz.engines", "fuzz.loads"},
+    {"fuzz.corners"},
     {"fuzz.run"},
     {"fuzz.hunt", "fuzz.options"},
     {"fuzz.report"},

@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET
+
 from fuzz.case import FIRST_TOKEN, TOKENS, Case
 from fuzz.engines.base import Refused, Unavailable
 from invariants.trace import Geometry, Group
@@ -76,12 +78,15 @@ def vllm_config(case: Case) -> Any:
     scheduler.max_num_scheduled_tokens = geometry.max_num_batched_tokens
     scheduler.max_num_seqs = geometry.max_num_seqs
     scheduler.long_prefill_token_threshold = geometry.long_prefill_token_threshold
+    by_priority = any(request.priority is not UNSET for request in case.requests)
+    scheduler.policy = "priority" if by_priority else "fcfs"
     config.model_config.max_model_len = scheduler.max_model_len = case.max_model_len
     config.model_config.hf_config.sliding_window = geometry.window
     config.cache_config.block_size = geometry.block_size
     config.cache_config.num_gpu_blocks = geometry.num_blocks
     config.cache_config.swa_bounded_replay = geometry.replay
     config.kv_transfer_config = _transfer_config() if case.has_loads else None
+    config.cache_config.prefix_cache_retention_interval = 0 if geometry.retention is UNSET else geometry.retention
     try:
         scheduler.verify_max_model_len(case.max_model_len)
     except ValueError as error:
@@ -99,6 +104,21 @@ def _transfer_config() -> Any:
         kv_role="kv_consumer",
         kv_load_failure_policy="recompute",
     )
+
+
+def accepts(config: Any, prompt: int) -> bool:
+    """Whether vLLM's front-end takes a prompt of so many tokens."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    processor: Any = object.__new__(InputProcessor)
+    processor.model_config = config.model_config
+    processor.supports_mm_inputs = processor.skip_prompt_length_check = False
+    try:
+        processor._validate_prompt_len(prompt, "decoder")
+    except VLLMValidationError:
+        return False
+    return True
 
 
 def versions(kernels: str) -> dict[str, str]:
@@ -125,27 +145,22 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def kv_cache_config(config: Any, geometry: Geometry, windows: int = 1) -> Any:
-    """vLLM's KVCacheConfig with the two kinds of group, in this order: one cacheable, and window groups, all alike."""
+def kv_cache_config(config: Any, geometry: Geometry) -> Any:
+    """vLLM's KVCacheConfig with the two kinds of group: one cacheable group, then the window groups."""
     import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
     sizes: dict[str, Any] = {"num_kv_heads": 1, "head_size": HEAD_DIM, "dtype": torch.bfloat16}
-    groups = [
-        KVCacheGroupSpec(["cacheable"], MLAAttentionSpec(block_size=geometry.block_size, **sizes)),
-        *(
-            KVCacheGroupSpec(
-                [f"window-{number}" if number else "window"],
-                SlidingWindowMLASpec(
-                    block_size=geometry.swa_block_size,
-                    sliding_window=geometry.window,
-                    bounded_replay=config.cache_config.swa_bounded_replay,
-                    **sizes,
-                ),
-            )
-            for number in range(windows)
-        ),
-    ]
+    windows = 1 if geometry.window_groups is UNSET else geometry.window_groups
+    groups = [KVCacheGroupSpec(["cacheable"], MLAAttentionSpec(block_size=geometry.block_size, **sizes))]
+    for number in range(windows):
+        window = SlidingWindowMLASpec(
+            block_size=geometry.swa_block_size,
+            sliding_window=geometry.window,
+            bounded_replay=config.cache_config.swa_bounded_replay,
+            **sizes,
+        )
+        groups.append(KVCacheGroupSpec([f"window {number}"], window))
     # As EngineCore settles it once the groups are known.
     config.cache_config.block_size = min(
         group.kv_cache_spec.block_size for group in groups if group.kv_cache_spec.prefix_cacheable

@@ -15,8 +15,6 @@ import time
 from contextlib import nullcontext
 from typing import Any, Literal
 
-from msgspec import UNSET
-
 from fuzz import triton_cpu
 from fuzz.case import Case
 from fuzz.engines import config as vllm_setup
@@ -75,7 +73,8 @@ class SchedulerEngine:
         )
         worker = None if brisk else self._worker(case, layout, driver.scheduler)
         with checked(worker.tables) if worker else nullcontext():
-            follow(driver, StepRecorder(trace, driver.scheduler, worker), trace)
+            recorder = StepRecorder(trace, driver.scheduler, worker)
+            follow(driver, recorder, trace, idle_batch=worker.idle if worker else None)
         trace.interpreted = triton_cpu.fallbacks_since(before)
         trace.seconds = time.perf_counter() - started
         return trace
@@ -92,8 +91,8 @@ class SchedulerEngine:
 
     def _driver(self, case: Case) -> tuple[Driver, Any]:
         config = vllm_setup.vllm_config(case)
-        parts = any(request.load is not UNSET and request.load.window == "part" for request in case.requests)
-        layout = vllm_setup.kv_cache_config(config, case.geometry, windows=2 if parts else 1)
+        layout = vllm_setup.kv_cache_config(config, case.geometry)
         vllm_setup.check_pool(config, layout, case)
-        scheduler, hasher = vllm_setup.make_scheduler(config, layout)
-        return Driver(case, scheduler, hasher, vllm_setup.make_loader(config, layout)), layout
+        driver = Driver(case, *vllm_setup.make_scheduler(config, layout), loader=vllm_setup.make_loader(config, layout))
+        driver.accepts = lambda prompt: vllm_setup.accepts(config, prompt)
+        return driver, layout
