@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 from msgspec import UNSET
 
+from fuzz.load_edges import LOAD_EDGES, load_edges
 from invariants.reference import Prediction, hit_multiple, predict
 from invariants.trace import NULL_BLOCK, Admission, IntArray, Step, Trace
 
@@ -78,6 +79,7 @@ EDGES: Final[dict[str, str]] = {
     "continued-hits-output": "one that does so adopts tokens that the earlier one sampled",
     "continued-hit-on-hit": "one that does so replays after a hit, and so did the earlier one",
     "continued-stops-short": "one that does so misses a hit unit that ends with the last sampled token: it has no KV",
+    **LOAD_EDGES,
 }
 """Edge id to what it means, in one line. Ids are stable: reports, tests and seeds use them."""
 
@@ -87,7 +89,7 @@ LARGE_STEP: Final = 1024
 
 def edges(trace: Trace) -> set[str]:
     """Ids of the edges that the run reached; also those of a run that broke off."""
-    return _Walk(trace).run() if trace.groups else set()
+    return _Walk(trace).run() | load_edges(trace) if trace.groups else set()
 
 
 class _Walk:

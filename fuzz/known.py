@@ -62,15 +62,18 @@ def _null_replay_block(violation: Violation, view: View) -> bool:
     """
     if violation.invariant in _OF_OUTPUTS:
         return _replays_from_null(violation, view)
-    if not violation.site.endswith(", the null block"):
-        return False
+    return violation.site.endswith(", the null block") and _explained(violation, view, _retired)
+
+
+def _explained(violation: Violation, view: View, why: Callable[[View, int, IntArray, IntArray], BoolArray]) -> bool:
+    """Whether ``why`` holds where the violation is, and nothing else is read or written in the null block."""
     if violation.step is None or violation.row is None or violation.position is None:
         return False
     groups = [group for group in view.window_groups if _site_is_of(violation, view, group)]
     steps = [step.index for step in view.trace.steps]
     row = view.row_offset[steps.index(violation.step)] + violation.row
     at = np.array([row]), np.array([violation.position])
-    return any(bool(_retired(view, group, *at).all()) for group in groups) and _only_there(view)
+    return any(bool(why(view, group, *at).all()) for group in groups) and _only_there(view)
 
 
 def _site_is_of(violation: Violation, view: View, group: int) -> bool:
@@ -95,7 +98,7 @@ def _only_there(view: View) -> bool:
     for group in view.window_groups:
         stores = view.stores(group)
         touched.append((group, stores.row, stores.position))
-    return all(bool((_retired(view, *at) | ~_null(view, *at)).all()) for at in touched)
+    return all(bool((_retired(view, *at) | _before_last(view, *at) | ~_null(view, *at)).all()) for at in touched)
 
 
 _OF_OUTPUTS: Final = ("output-match", "poison-blind", "mix-blind")
@@ -113,6 +116,24 @@ def _retired(view: View, group: int, row: IntArray, position: IntArray) -> BoolA
     last = (start + 1) % view.tables[group].block_size == 0
     retired: BoolArray = (start > 0) & (position == start) & last & _null(view, group, row, position)
     return retired
+
+
+def _before_last(view: View, group: int, row: IntArray, position: IntArray) -> BoolArray:
+    """bool [n] whether that is because an async load brought all P known tokens with their window, the last of which
+    is computed again, the position is the first that it reads, P - W, and (P - W + 1) % b == 0."""
+    lives = view.trace.admissions
+    whole = [life.load is not None and life.load.waits and life.carried and life.hit == life.tokens for life in lives]
+    tokens = np.array([*(life.tokens for life in lives), 0])[view.admission[row]]
+    first = tokens - view.trace.geometry.window
+    last = (first + 1) % view.tables[group].block_size == 0
+    loaded = np.array([*whole, False])[view.admission[row]] & (view.computed[row] == tokens - 1)
+    found: BoolArray = loaded & (position == first) & last & _null(view, group, row, position)
+    return found
+
+
+def _loaded_whole(violation: Violation, view: View) -> bool:
+    """The one position that the last token of a prompt needs, and that a load of the whole prompt has no block for."""
+    return violation.site.endswith(", the null block") and _explained(violation, view, _before_last)
 
 
 def _never_computed(violation: Violation, view: View) -> bool:
@@ -170,5 +191,15 @@ REGISTER: Final[tuple[Known, ...]] = (
         "then preempted in the same step for one of higher priority; the chunk is taken back, the block stays cached",
         upstream="vllm#43569",
         matches=_never_computed,
+    ),
+    Known(
+        id="whole-prompt-loaded",
+        invariants=("gather-live",),
+        title="after a load of a whole prompt its last token reads the null block",
+        condition="an async load brings all P tokens of a prompt with their window, and (P - W + 1) % b == 0, with W "
+        "the window and b the window group's block: blocks are allocated for what token P needs, from P - W + 1 on, "
+        "then the last token is computed again, which reads P - W",
+        upstream=None,
+        matches=_loaded_whole,
     ),
 )

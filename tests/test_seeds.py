@@ -87,6 +87,19 @@ CLAIMS: dict[str, set[str]] = {
     "continued-four-turns": {"continued-hit-on-hit", "continued-hits-output"},
     "continued-last-token-on-a-block": {"continued-stops-short"},
     "continued-twice-at-once": {"continued-hits-output", "abort", "burst"},
+    "load-sync-without-window": {"load-replayed"},
+    "load-sync-with-window": {"load-with-window", "load-ends-mid-block"},
+    "load-with-part-of-the-windows": {"load-replayed", "several-window-groups"},
+    "load-async-then-replayed": {"load-replayed", "load-waited-for"},
+    "load-fails": {"load-failed", "load-after-local-hit", "hit-above-window"},
+    "load-ends-a-token-before-a-block": {"load-cut-to-blocks", "load-too-short", "load-replayed"},
+    "load-after-a-local-hit": {"load-after-local-hit", "load-replayed"},
+    "load-hit-by-another": {"loaded-blocks-hit", "load-waited-for"},
+    "load-aborted": {"load-aborted", "load-waited-for"},
+    "load-under-pressure": {"load-resumed", "load-waited-for", "eviction"},
+    "load-with-window-replay-off": {"loaded-blocks-hit", "replay-off-hit"},
+    "load-of-a-hit-no-longer-than-the-window": {"load-too-short", "load-with-window", "load-ends-mid-block"},
+    "load-of-a-whole-prompt": {"load-whole-prompt", "load-with-window"},
 }
 """Slug to the edges that the seed must reach."""
 
