@@ -27,6 +27,8 @@ FIRST_TOKEN, TOKENS = 3, 1000
 """Streams hold token ids FIRST_TOKEN .. FIRST_TOKEN + TOKENS - 1: any test model's vocabulary covers them."""
 MAX_FILE_BYTES = 1 << 20
 MAX_PROMPT_TOKENS = 1 << 18
+MAX_DRAFTS = 8
+"""Speculative tokens a step."""
 
 Tokens = NDArray[np.int32]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")]
@@ -204,6 +206,7 @@ def check(case: Case) -> None:
         value = getattr(geometry, field)
         if not low <= value <= high:
             raise CaseError(f"{value} is not in {low}..{high} - at `$.geometry.{field}`")
+    _check_drafts(geometry)
     seen: set[str] = set()
     total = 0
     for index, request in enumerate(case.requests):
@@ -230,3 +233,10 @@ def _check_probe(case: Case) -> None:
         value = getattr(case.probe, field)
         if not low <= value <= high:
             raise CaseError(f"{value} is not in {low}..{high} - at `$.probe.{field}`")
+
+
+def _check_drafts(geometry: Geometry) -> None:
+    if geometry.drafts is not UNSET and not 1 <= geometry.drafts <= MAX_DRAFTS:
+        raise CaseError(f"{geometry.drafts} is not in 1..{MAX_DRAFTS} - at `$.geometry.drafts`")
+    if geometry.drafts is UNSET and geometry.drafter is not UNSET:
+        raise CaseError("a drafter without drafts - at `$.geometry.drafter`")

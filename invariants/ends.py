@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from invariants.trace import IntArray, TracedRequest, Violation
+from invariants.trace import TracedRequest, Violation
 from invariants.view import View
 
 
@@ -18,14 +18,11 @@ def broken(site: str, message: str, expected: object, seen: object, **where: Any
     return Violation("progress", message, expected=str(expected), seen=str(seen), site=site, **where)
 
 
-def lives(view: View, tokens: IntArray) -> Iterator[Violation]:
-    """What a life knows at its admission is the prompt and what earlier lives sampled; a preemption lies between two.
-
-    ``tokens`` [rows]: tokens known at the admission of the row's life.
-    """
-    trace = view.trace
-    samples = (view.computed + view.scheduled >= tokens) & (view.admission >= 0)
-    sampled = np.bincount(view.admission[samples], minlength=len(trace.admissions)).tolist()
+def lives(view: View) -> Iterator[Violation]:
+    """What a life knows at its admission is the prompt and what earlier lives delivered; a preemption lies between two."""
+    trace, flight = view.trace, view.flight
+    alive = view.admission >= 0
+    delivered = np.bincount(view.admission[alive], flight.delivered[alive], len(trace.admissions)).astype(int).tolist()
     known = [len(request.prompt) for request in trace.requests]
     starts: list[list[int]] = [[] for _ in trace.requests]
     for number, life in enumerate(trace.admissions):
@@ -35,14 +32,44 @@ def lives(view: View, tokens: IntArray) -> Iterator[Violation]:
             yield broken("tokens", message, f"{known[life.request]} tokens", life.tokens, request=name)
         if life.resumed != bool(before):
             yield broken("resumed", message, f"resumed {bool(before)}", life.resumed, request=name)
-        known[life.request] += sampled[number]
+        known[life.request] += delivered[number]
         before.append(life.step)
     yield from _preemptions(view, starts)
+    yield from _deliveries(view)
     for request, total in zip(trace.requests, known, strict=True):
         count = total - len(request.prompt)
         if count != len(request.output) and not trace.faults:
-            message = f"request {request.id} reached its last known token {count} times"
+            message = f"request {request.id} was given {count} tokens by its rows"
             yield broken("output", message, f"{count} output tokens", len(request.output), request=request.id)
+
+
+def _deliveries(view: View) -> Iterator[Violation]:
+    """Tokens come out in order, once each, and all of them: but those of a step in flight whose request has ended, or
+    was preempted, and those past ``max_tokens`` (CONTRACT 24)."""
+    trace, flight = view.trace, view.flight
+    if trace.faults:
+        return  # of the last steps nothing came out
+    for number, request in enumerate(trace.requests):
+        total = 0
+        for row in np.flatnonzero(view.request == number).tolist():
+            sampled, came = int(flight.sampled[row]), int(flight.delivered[row])
+            place, next_one = int(view.computed[row] + view.scheduled[row] - flight.drafts[row]), len(request.prompt) + total
+            at, what = (row, None), f"{view.where(row)} samples {sampled} tokens from position {place} on"
+            if came and place != next_one:
+                yield view.violation("progress", "output", at, f"{what}; {total} came out before", next_one, place)
+            total += came
+            if came > sampled or (came < sampled and total < request.max_tokens and not _cut_off(view, row)):
+                yield view.violation("progress", "output", at, what, f"{sampled} tokens come out", came)
+
+
+def _cut_off(view: View, row: int) -> bool:
+    """Whether the request ended, or was preempted, before the output of its row was processed."""
+    first, last = int(view.step[row]), int(view.flight.known_by(int(view.step[row])))
+    number, steps = int(view.request[row]), view.trace.steps
+    if any(number in step.preempted for step in steps[first + 1 : last]):
+        return True
+    ended = steps[first + 1 : last] if view.trace.requests[number].finished == "abort" else steps[:first]
+    return any(number in step.finished for step in ended)
 
 
 def ends(view: View) -> Iterator[Violation]:
@@ -53,8 +80,11 @@ def ends(view: View) -> Iterator[Violation]:
         for number in step.finished:
             listed.setdefault(number, []).append(index)
     for number, request in enumerate(trace.requests):
-        rows = np.flatnonzero(view.request == number)
-        yield from _end(request, listed.get(number, []), int(view.step[rows[-1]]) if len(rows) else -1)
+        steps, end = view.step[view.request == number], listed.get(number, [])
+        if request.finished == "length" and len(end) == 1:
+            # One may have been scheduled before the output that ended it was processed.
+            steps = steps[(steps <= end[0]) | (view.flight.processed[steps] > end[0])]
+        yield from _end(request, end, int(steps[-1]) if len(steps) else -1)
     yield from _final(view)
 
 

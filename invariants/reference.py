@@ -7,9 +7,11 @@ replays the trace's admissions and steps over a model of the prefix cache (``cac
 read from vLLM 0.33.0 (block_pool, kv_cache_manager) and owed by its documentation:
 
 * A block can be hit as soon as its last token has been *scheduled*, so also later in the same step: KV is written
-  before anyone attends to it. Within a step running requests come first, then admissions in their order.
-* A block is known by all tokens up to its end, whichever request computed them; two blocks may hold the same tokens,
-  and the prefix is lost when the last of them is.
+  before anyone attends to it. Within a step running requests come first, then admissions in their order. But its tokens
+  have to be known: those of a step in flight, and drafts, are when that step's output is processed, if the life that
+  computed them still is the request's.
+* A block is known by all tokens up to its end, whichever request computed them, and by the next one where the drafter's
+  KV depends on it; two blocks may hold the same tokens, and the prefix is lost when the last of them is.
 * Freeing a block, a preemption included, loses nothing. A cached block is lost when the pool hands it out again, in any
   group: then its id appears newly in a block table. Tables only grow, apart from entries that become null.
 * At least one token is left to compute, and hits end on multiples of every group's block size.
@@ -28,7 +30,8 @@ from typing import Any
 import numpy as np
 
 from invariants.cache import PrefixCache
-from invariants.trace import NULL_BLOCK, Admission, Step, Trace
+from invariants.flight import tokens_ahead
+from invariants.trace import NULL_BLOCK, Admission, IntArray, Step, Trace
 
 
 def adopted_hit(hit: int, replay: int) -> int:
@@ -118,6 +121,12 @@ class _Life:
     """In each group: entries of its table that are not new any more."""
     registered: dict[int, int]
     """In each caching group: blocks that had their turn."""
+    known: int
+    """Tokens, as far as output was processed."""
+    tables: list[IntArray]
+    """[group] as of its latest step."""
+    gone: bool = False
+    """Preempted, or its request ended: what a step in flight still delivers is not its own."""
 
 
 class _Replay:
@@ -129,21 +138,29 @@ class _Replay:
         caching = {self.cacheable}
         if not trace.replay_expected and "window" in kinds:
             caching.add(kinds.index("window"))
-        self.caches = {group: PrefixCache(trace.groups[group].block_size, self.multiple) for group in caching}
+        self.ahead = tokens_ahead(trace.geometry)
+        self.caches = {
+            group: PrefixCache(trace.groups[group].block_size, self.multiple, self.ahead) for group in caching
+        }
         self.nodes: dict[tuple[int, int], list[int]] = {}
         """Of each request, in each caching group."""
         self.lives: dict[int, _Life] = {}
+        self.processed = 0
+        """Steps, from the first on."""
 
     def run(self) -> list[Prediction | None]:
         admissions = self.trace.admissions
         predictions: list[Prediction | None] = [None] * len(admissions)
         for step in self.trace.steps:
+            if step.processed is not None:
+                self._process(step.processed)
             for event in step.events:
                 for cache in self.caches.values():
                     if event == "reset_prefix_cache":
                         cache.clear()
                     elif event == "drop_blocks":
                         cache.doubt()
+            self._leave(step)
             fresh: list[tuple[int, int, int]] = []
             ends = (step.computed + step.scheduled).tolist()
             for row, (admission, end) in enumerate(zip(step.admission.tolist(), ends, strict=True)):
@@ -156,6 +173,31 @@ class _Replay:
                 life = self._adopt(admissions[admission])
                 self._schedule(step, row, self.lives.setdefault(admission, life), end)
         return predictions
+
+    def _process(self, steps: int) -> None:
+        """Take note of the outputs of all steps up to that number, in their order."""
+        for step in self.trace.steps[self.processed : steps]:
+            ends = (step.computed + step.scheduled).tolist()
+            drafts, delivered = step.drafts, step.delivered or {}
+            for row, admission in enumerate(step.admission.tolist()):
+                life = self.lives.get(admission)
+                if life is None or life.gone or not delivered.get(life.request):
+                    continue
+                life.known = ends[row] + delivered[life.request] - (0 if drafts is None else int(drafts[row]))
+                self._register(life, life.known - 1)
+            for request in step.finished:
+                self._gone(request)
+        self.processed = max(self.processed, steps)
+
+    def _leave(self, step: Step) -> None:
+        """Lives that end before the step is executed."""
+        aborted = [request for request in step.finished if self.trace.requests[request].finished == "abort"]
+        for request in (*step.preempted, *aborted):
+            self._gone(request)
+
+    def _gone(self, request: int) -> None:
+        for life in self.lives.values():
+            life.gone |= life.request == request
 
     def _admit(self, step: Step, row: int, admission: Admission) -> Prediction:
         """Look the request up, before it takes its blocks."""
@@ -182,7 +224,7 @@ class _Replay:
         """The life as it begins: what it adopted is neither new nor registered again."""
         blocks = [admission.hit // group.block_size for group in self.trace.groups]
         seen = [adopted if group in self.caches else 0 for group, adopted in enumerate(blocks)]
-        return _Life(admission.request, seen, {group: blocks[group] for group in self.caches})
+        return _Life(admission.request, seen, {group: blocks[group] for group in self.caches}, admission.tokens, [])
 
     def _window_hit(self, request: int, most: int) -> int:
         """Longest hit up to ``most`` whose window is surely cached too."""
@@ -202,7 +244,7 @@ class _Replay:
         return max(end - math.ceil((self.trace.geometry.window - 1) / block_size), 0), end
 
     def _schedule(self, step: Step, row: int, life: _Life, end: int) -> None:
-        """Blocks newly in the row's tables lose what they held; blocks full with ``end`` tokens can be hit."""
+        """Blocks newly in the row's tables lose what they held; those full with known tokens can be hit."""
         for group, tables in enumerate(step.tables):
             table, seen = tables[row], life.seen[group]
             if len(table) > seen:
@@ -210,6 +252,12 @@ class _Replay:
                 for block in table[seen:].tolist():
                     for cache in self.caches.values():
                         cache.evict(block)
+        life.tables = [tables[row] for tables in step.tables]
+        # Without a word about it, what is scheduled is known.
+        self._register(life, end if step.processed is None else min(end, life.known - self.ahead))
+
+    def _register(self, life: _Life, end: int) -> None:
+        """Blocks that are full with ``end`` tokens, and whose name is known, can be hit."""
         for group, cache in self.caches.items():
             first, last = life.registered[group], end // self.multiple * self.multiple // cache.block_size
             if last <= first:
@@ -221,7 +269,7 @@ class _Replay:
                 first, last = max(first, kept[0]), min(last, kept[1])
             nodes = self._nodes(life.request, group)[first:last]
             # Without tables a prefix stands for its block: it is never seen to be evicted.
-            blocks = step.tables[group][row][first:last].tolist() if step.tables else [-node for node in nodes]
+            blocks = life.tables[group][first:last].tolist() if life.tables else [-node for node in nodes]
             for block, node in zip(blocks, nodes, strict=False):
                 if block != NULL_BLOCK:
                     cache.register(block, node)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.integer[Any]]
@@ -48,6 +49,13 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A longer prefill gets at most this many tokens a step; 0 = no limit."""
     replay: bool = True
     """Bounded replay asked for (vLLM's ``--swa-bounded-replay``)."""
+    async_scheduling: Literal[True] | UnsetType = UNSET
+    """A step is scheduled while the one before it is in flight: executed, but its output not yet seen."""
+    drafts: int | UnsetType = UNSET
+    """Speculative tokens that a decode verifies at most (vLLM's ``num_speculative_tokens``); unset: none."""
+    drafter: Literal["mtp", "dspark"] | UnsetType = UNSET
+    """Who drafts. mtp, dspark: one with KV of its own, so that slots for ``drafts`` tokens more are reserved; mtp's KV
+    at a position depends on the next token. Unset: one without, as ngram."""
 
 
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -236,6 +244,15 @@ class Step:
     events: list[str] = field(default_factory=list)
     """Events of the case applied before the step: "preempt", "abort", "reset_prefix_cache" (only if it took
     effect), "drop_blocks"."""
+    processed: int | None = None
+    """Steps of the trace, from the first one on, whose output the scheduler had when it scheduled this one. None: that
+    of all before it. What follows is known, too, where this is."""
+    drafts: IntArray | None = None
+    """int32 [rows], how many of the scheduled tokens, the last ones, are drafts to be verified."""
+    accepted: IntArray | None = None
+    """int32 [rows], drafts that turned out right when the step was executed. The KV of the others is void."""
+    delivered: dict[int, int] | None = None
+    """Request (index) to tokens that its client got of this step's output, which may be fewer than were sampled."""
 
 
 @dataclass(slots=True)

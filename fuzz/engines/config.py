@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET
+
 from fuzz.case import FIRST_TOKEN, TOKENS, Case
 from fuzz.engines.base import Refused, Unavailable
 from invariants.trace import Geometry, Group
@@ -81,11 +83,37 @@ def vllm_config(case: Case) -> Any:
     config.cache_config.block_size = geometry.block_size
     config.cache_config.num_gpu_blocks = geometry.num_blocks
     config.cache_config.swa_bounded_replay = geometry.replay
+    scheduler.async_scheduling = geometry.async_scheduling is not UNSET
+    config.speculative_config = None if geometry.drafts is UNSET else _speculation(config, geometry)
     try:
         scheduler.verify_max_model_len(case.max_model_len)
     except ValueError as error:
         raise Refused(one_line(error)) from error
     return config
+
+
+def refuse_flight(geometry: Geometry, engine: str) -> None:
+    """For an engine that knows nothing of steps in flight and drafts. Raises ``Refused``."""
+    if geometry.async_scheduling is not UNSET or geometry.drafts is not UNSET:
+        raise Refused(f"engine {engine} has no async scheduling and no drafts")
+
+
+def _speculation(config: Any, geometry: Geometry) -> Any:
+    """vLLM's SpeculativeConfig, without a drafter: its method says which slots and hashes the scheduler keeps."""
+    from vllm.config import SpeculativeConfig
+
+    speculation = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=geometry.drafts,
+        prompt_lookup_min=1,
+        prompt_lookup_max=1,
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
+    )
+    if geometry.drafter is not UNSET:
+        # Asked for at once, it would look for the drafter's checkpoint.
+        speculation.method = geometry.drafter
+    return speculation
 
 
 def versions(kernels: str) -> dict[str, str]:

@@ -34,6 +34,7 @@ class KernelsEngine(SchedulerEngine):
 
     def run(self, case: Case, brisk: bool = False) -> Trace:  # noqa: ARG002 - without kernels nothing is left
         """See ``Engine.run``."""
+        vllm_setup.refuse_flight(case.geometry, self.name)
         started, before = time.perf_counter(), triton_cpu.fallbacks.copy()
         geometry = msgspec.structs.replace(case.geometry, num_blocks=blocks_for(case))
         case = msgspec.structs.replace(case, geometry=geometry)
