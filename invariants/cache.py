@@ -15,8 +15,8 @@ class PrefixCache:
     """Which blocks hold which prefix. A prefix is named by a node: the index of its block in a tree of all prefixes."""
 
     def __init__(self, block_size: int, multiple: int, ahead: int = 0) -> None:
-        """Blocks of ``block_size`` tokens; hits end on multiples of ``multiple`` tokens. ``ahead``: tokens after a block
-        that have to be the same as well."""
+        """Blocks of ``block_size`` tokens; hits end on multiples of ``multiple`` tokens. ``ahead``: tokens after a
+        block that have to be the same as well."""
         self.block_size = block_size
         self.ahead = ahead
         self.multiple = multiple

@@ -19,7 +19,7 @@ def broken(site: str, message: str, expected: object, seen: object, **where: Any
 
 
 def lives(view: View) -> Iterator[Violation]:
-    """What a life knows at its admission is the prompt and what earlier lives delivered; a preemption lies between two."""
+    """What a life knows at its admission is the prompt and what came out before; a preemption lies between two."""
     trace, flight = view.trace, view.flight
     alive = view.admission >= 0
     delivered = np.bincount(view.admission[alive], flight.delivered[alive], len(trace.admissions)).astype(int).tolist()
@@ -53,7 +53,10 @@ def _deliveries(view: View) -> Iterator[Violation]:
         total = 0
         for row in np.flatnonzero(view.request == number).tolist():
             sampled, came = int(flight.sampled[row]), int(flight.delivered[row])
-            place, next_one = int(view.computed[row] + view.scheduled[row] - flight.drafts[row]), len(request.prompt) + total
+            place, next_one = (
+                int(view.computed[row] + view.scheduled[row] - flight.drafts[row]),
+                len(request.prompt) + total,
+            )
             at, what = (row, None), f"{view.where(row)} samples {sampled} tokens from position {place} on"
             if came and place != next_one:
                 yield view.violation("progress", "output", at, f"{what}; {total} came out before", next_one, place)

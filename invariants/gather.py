@@ -4,8 +4,9 @@
 
 The lower bound is the one that the adopted hit implies (``reference.replay_start``), never the worker's own: a worker
 that forgot a replay start is exactly what has to be seen. A per-query consumer reads for every scheduled token. A
-per-row consumer reads for every chunk of more tokens than a decode has, which is one and its drafts; others may run as a
-decode, so they may be left out. So it may by one that serves prefills only, and one that serves decodes only may leave out any row.
+per-row consumer reads for every chunk of more tokens than a decode has, which is one and its drafts; a row of fewer may
+run as a decode, so it may be left out. So it may by one that serves prefills only, and one that serves decodes only may
+leave out any row.
 """
 
 from __future__ import annotations

@@ -204,7 +204,8 @@ def make_scheduler(config: Any, layout: Any) -> tuple[Any, Any]:
         raise Refused(one_line(error)) from error
     hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
     init_none_hash(hash_fn)
-    return scheduler, get_request_block_hasher(hash_block_size, hash_fn)
+    ahead = config.num_hash_lookahead_tokens
+    return scheduler, get_request_block_hasher(hash_block_size, hash_fn, *([ahead] if ahead else ()))
 
 
 def check_pool(config: Any, layout: Any, case: Case) -> None:

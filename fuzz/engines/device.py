@@ -56,16 +56,14 @@ class Device:
         """One step, a vLLM SchedulerOutput: what each of its requests samples."""
         for data in output.scheduled_new_reqs:
             self._lives[data.req_id] = _Life(data.num_computed_tokens, len(data.prefill_token_ids))
-        drafts, fresh = output.scheduled_spec_decode_tokens, {data.req_id for data in output.scheduled_new_reqs}
+        fresh = {data.req_id for data in output.scheduled_new_reqs}
         samples = {}
         for name, scheduled in output.num_scheduled_tokens.items():
-            count = len(drafts.get(name, ()))
+            drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
             # A prefill's drafts are there to make it as long as a decode; no stream has the token that they are.
-            samples[name] = self._row(name, scheduled, count, 0 if name in fresh else right(name, count, self._at(name)))
+            accepted = 0 if name in fresh else right(name, drafts, self._lives[name].computed)
+            samples[name] = self._row(name, scheduled, drafts, accepted)
         return samples
-
-    def _at(self, name: str) -> int:
-        return self._lives[name].computed
 
     def _row(self, name: str, scheduled: int, drafts: int, accepted: int) -> Sample:
         life = self._lives[name]

@@ -136,8 +136,8 @@ class StepRecorder:
             finished=scheduled.finished,
             preempted=sorted(self._request[name] for name in output.preempted_req_ids or ()),
         )
+        samples = [scheduled.samples[name] for name in names] if self._flies else []
         if self._flies:
-            samples = [scheduled.samples[name] for name in names]
             step.processed, step.delivered = scheduled.processed, scheduled.delivered
             step.drafts = np.array([sample.drafts for sample in samples], np.int32)
             step.accepted = np.array([sample.accepted for sample in samples], np.int32)
@@ -147,17 +147,17 @@ class StepRecorder:
             self._from_worker(step, batch)
         elif names:
             self._from_contract(step, self._rows)
-        if step.drafts is not None and step.drafts.any():
-            self._reject(step)
+        rejected = np.array([sample.rejected for sample in samples], np.int32)
+        if rejected.any():
+            self._reject(step, step.computed + step.scheduled - rejected)
         return step
 
-    def _reject(self, step: Step) -> None:
-        """After all is read: the KV of a rejected draft is nobody's, so who reads it before it is written is seen."""
-        end = (step.computed + step.scheduled - step.drafts + step.accepted)[step.writes[0].row]
-        for shadow, writes in zip(self._shadows, step.writes, strict=False):
-            void = (writes.position >= end) & (writes.slot >= 0)
+    def _reject(self, step: Step, end: IntArray) -> None:
+        """After all is read: KV from ``end`` [rows] on is nobody's, so who reads it before it is written is seen."""
+        for writes in step.writes[: len(self._shadows)]:
+            void = (writes.position >= end[writes.row]) & (writes.slot >= 0)
             nobody = np.full(np.count_nonzero(void), NOBODY, np.int32)
-            shadow.write(nobody, nobody, writes.slot[void])
+            self._shadows[writes.group].write(nobody, nobody, writes.slot[void])
 
     def _rows_of(self, names: list[str]) -> _Rows:
         numbers = [self._admission[name] for name in names]

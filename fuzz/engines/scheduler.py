@@ -82,8 +82,8 @@ class SchedulerEngine:
 
     def _worker(self, case: Case, layout: Any, scheduler: Any) -> Worker:  # noqa: ARG002
         window = case.geometry.window
-        # All consumers are there at such a window only: the combine kernel has one lane for each of its positions. Those
-        # of ROCm take a decode for one token, so with drafts the shared builder's lists alone are looked at.
+        # All consumers are there at such a window only: the combine kernel has one lane for each of its positions.
+        # ROCm's take a decode for one token, so with drafts the shared builder's lists alone are looked at.
         asked = self._mode != "gpu" and window & (window - 1) == 0 and case.geometry.drafts is UNSET
         return Worker(vllm_setup.vllm_config(case), layout, ASK_EVERY if asked else 0)
 
