@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from fuzz.flights import FLIGHT_EDGES, flight_edges
 from invariants.reference import Prediction, hit_multiple, predict
 from invariants.trace import NULL_BLOCK, Admission, IntArray, Step, Trace
 
@@ -61,6 +62,7 @@ EDGES: Final[dict[str, str]] = {
     "replay-off-hit": "a hit is adopted with replay off",
     "replay-start-mid-block": "replay starts inside a block of the window group",
     "replay-start-retired": "replay starts in a block that retention gives up (CONTRACT 12)",
+    **FLIGHT_EDGES,
 }
 """Edge id to what it means, in one line. Ids are stable: reports, tests and seeds use them."""
 
@@ -70,7 +72,7 @@ LARGE_STEP: Final = 1024
 
 def edges(trace: Trace) -> set[str]:
     """Ids of the edges that the run reached; also those of a run that broke off."""
-    return _Walk(trace).run() if trace.groups else set()
+    return _Walk(trace).run() | flight_edges(trace) if trace.groups else set()
 
 
 class _Walk:
@@ -236,6 +238,8 @@ class _Walk:
     def _row(self, step: Step, admission: int, row: int) -> None:
         life = self.trace.admissions[admission]
         computed, scheduled = int(step.computed[row]), int(step.scheduled[row])
+        if step.drafts is not None:
+            scheduled -= int(step.drafts[row])
         end, first = computed + scheduled, admission not in self.end
         if self._replaying(admission, computed):
             if end <= life.hit:

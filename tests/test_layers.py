@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = (
     {"invariants", "fuzz.triton_cpu"},
-    {"fuzz.case", "fuzz.amdgcn"},
+    {"fuzz.case", "fuzz.amdgcn", "fuzz.flights"},
     {"fuzz.strategies", "fuzz.corpus", "fuzz.edges", "fuzz.known", "fuzz.probe", "fuzz.mutation"},
     {"fuzz.engines", "fuzz.corners"},
     {"fuzz.run"},
