@@ -7,9 +7,13 @@ Relied upon: a plain case stays the likeliest, so that a corner costs the rest l
 
 from __future__ import annotations
 
+from math import ceil
+from typing import Literal
+
 import msgspec
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+from msgspec import UNSET
 
 from fuzz.case import Case
 from fuzz.strategies import cases
@@ -21,6 +25,8 @@ def cases_for(engine: str, profile: str) -> SearchStrategy[Case]:
     plain = cases(profile)
     if engine == "cpu":
         return with_probe(plain)
+    if engine == "scheduler":
+        return with_drafts(with_flight(plain))
     return with_crowds(plain) if engine == "kernels" else plain
 
 
@@ -76,3 +82,34 @@ def _crowd(case: Case, copies: int) -> Case:
         case.geometry, max_num_seqs=copies + 8, max_num_batched_tokens=tokens, long_prefill_token_threshold=0
     )
     return msgspec.structs.replace(case, requests=(*case.requests, *more), geometry=geometry)
+
+
+def with_flight(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in ten with async scheduling: a step is scheduled while another is in flight."""
+    return st.builds(lambda case, number: _fly(case) if number == 9 else case, plain, st.integers(0, 9))
+
+
+def with_drafts(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in eight with one to four speculative tokens; half of these with async scheduling as well."""
+    drafter = st.sampled_from((None, None, "mtp", "dspark"))
+    return st.builds(_speculate, plain, st.integers(0, 15), st.integers(1, 4), drafter)
+
+
+def _fly(case: Case) -> Case:
+    """Two steps hold window blocks at a time, so the pool has those of one more: as tight, or roomy, as it was."""
+    geometry = case.geometry
+    if geometry.async_scheduling is not UNSET:
+        return case
+    blocks = geometry.num_blocks + ceil(geometry.max_num_batched_tokens / geometry.swa_block_size)
+    geometry = msgspec.structs.replace(geometry, async_scheduling=True, num_blocks=blocks)
+    return msgspec.structs.replace(case, geometry=geometry)
+
+
+def _speculate(case: Case, number: int, drafts: int, drafter: Literal["mtp", "dspark"] | None) -> Case:
+    """``number``: 14 and 15 are for drafts, 15 for drafts in flight. A step has room for a token and its drafts."""
+    drafts = min(drafts, case.geometry.max_num_batched_tokens - 1)
+    if number < 14 or not drafts:
+        return case
+    geometry = msgspec.structs.replace(case.geometry, drafts=drafts, drafter=drafter or UNSET)
+    case = msgspec.structs.replace(case, geometry=geometry)
+    return _fly(case) if number == 15 else case

@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 
 from fuzz.flights import FLIGHT_EDGES, flight_edges
+from invariants.flight import tokens_ahead
 from invariants.reference import Prediction, hit_multiple, predict
 from invariants.trace import NULL_BLOCK, Admission, IntArray, Step, Trace
 
@@ -230,6 +231,7 @@ class _Walk:
                     self.reached.add("hit-backs-off")
                 if prompt == len(self.trace.requests[other].prompt):
                     self.reached.add("identical-twice")
+        once -= tokens_ahead(self.trace.geometry)
         cached_once = min(once, life.tokens - 1) // self.multiple * self.multiple
         found_at_most = life.hit or min(self.window, prediction.high if prediction else 0)
         if self.trace.replay_expected and found_at_most < cached_once:

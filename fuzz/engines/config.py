@@ -83,6 +83,8 @@ def vllm_config(case: Case) -> Any:
     config.cache_config.block_size = geometry.block_size
     config.cache_config.num_gpu_blocks = geometry.num_blocks
     config.cache_config.swa_bounded_replay = geometry.replay
+    if geometry.drafts is not UNSET and geometry.drafts >= geometry.max_num_batched_tokens:
+        raise Refused(f"a step of {geometry.max_num_batched_tokens} tokens has no room for {geometry.drafts} drafts")
     scheduler.async_scheduling = geometry.async_scheduling is not UNSET
     config.speculative_config = None if geometry.drafts is UNSET else _speculation(config, geometry)
     try:
