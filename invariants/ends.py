@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from invariants.trace import IntArray, TracedRequest, Violation
 from invariants.view import View
-
-_NO_LIMIT = 1 << 40
 
 
 def broken(site: str, message: str, expected: object, seen: object, **where: Any) -> Violation:
@@ -55,9 +53,10 @@ def ends(view: View) -> Iterator[Violation]:
     for index, step in enumerate(trace.steps):
         for number in step.finished:
             listed.setdefault(number, []).append(index)
+    limit = trace.geometry.max_model_len
     for number, request in enumerate(trace.requests):
         rows = np.flatnonzero(view.request == number)
-        yield from _end(request, _limit(view), listed.get(number, []), int(view.step[rows[-1]]) if len(rows) else -1)
+        yield from _end(request, limit, listed.get(number, []), int(view.step[rows[-1]]) if len(rows) else -1)
     yield from _final(view)
 
 
@@ -78,25 +77,19 @@ def _preemptions(view: View, starts: list[list[int]]) -> Iterator[Violation]:
             yield broken("preempted", message, "a preemption between two admissions", "otherwise", request=name)
 
 
-def _limit(view: View) -> int:
-    """Tokens that a request may have."""
-    limit = view.trace.geometry.max_model_len
-    return _NO_LIMIT if limit is UNSET else limit
-
-
-def _end(request: TracedRequest, limit: int, listed: list[int], last: int) -> Iterator[Violation]:
-    """``limit``: tokens that it may have; ``listed``: steps that say it ended; ``last``: its last step with a row, or
-    -1."""
+def _end(request: TracedRequest, limit: int | UnsetType, listed: list[int], last: int) -> Iterator[Violation]:
+    """``limit``: tokens that it may have, if there is one; ``listed``: steps that say it ended; ``last``: its last step
+    with a row, or -1."""
     if request.finished is None:
         message = f"request {request.id} never ended, with {len(request.output)} of {request.max_tokens} tokens"
         yield broken("finished", message, "an end", "none", request=request.id)
         return
-    room = limit - len(request.prompt)
+    room = request.max_tokens if limit is UNSET else limit - len(request.prompt)
     tokens = min(request.max_tokens, room)
     if request.finished == "length" and room > 0 and len(request.output) != tokens:
         message = f"request {request.id} ended by length"
         yield broken("output", message, f"{tokens} output tokens", len(request.output), request=request.id)
-    if (request.finished == "refused") != (room < 1) and request.finished != "abort":
+    if limit is not UNSET and (request.finished == "refused") != (room < 1) and request.finished != "abort":
         message = f"a prompt of {len(request.prompt)} tokens leaves room for {room} more in request {request.id}"
         expected = "no refusal" if room > 0 else "refused"
         yield broken("refused", message, expected, request.finished, request=request.id)
