@@ -29,6 +29,10 @@ MAX_FILE_BYTES = 1 << 20
 MAX_PROMPT_TOKENS = 1 << 18
 MAX_DRAFTS = 8
 """Speculative tokens a step."""
+MAX_WINDOW_GROUPS = 4
+MAX_PRIORITY = 1 << 16
+MAX_TURNS: Final = 4
+"""Requests in a chain of which each continues the one before."""
 
 Tokens = NDArray[np.int32]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")]
@@ -52,9 +56,16 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     max_tokens: Annotated[int, Meta(ge=1, le=4096)] = 1
     prompt_logprobs: Literal[True] | UnsetType = UNSET
     """Ask for the logprobs of the prompt as well; only engines with a model look at it."""
+    continues: Name | UnsetType = UNSET
+    """A request before this one in the case, whose prompt and whole output go before this one's own slices. It is
+    handed over as soon as that one has ended, and not before ``arrive``."""
+
+    priority: int | UnsetType = UNSET
+    """Lower goes first. A case in which any request has one is scheduled by priority (unset: 0), not in order of
+    arrival; only the scheduler engine looks at it."""
 
     def tokens(self) -> Tokens:
-        """int32 [prompt length], token ids."""
+        """int32 [slices' length], token ids; of a request that continues another one, what is its own."""
         return np.concatenate([stream_tokens(*piece) for piece in self.prompt])
 
     def __len__(self) -> int:
@@ -116,9 +127,20 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return hashlib.sha256(encode(bare)).hexdigest()[:8]
 
     @property
+    def max_lengths(self) -> list[int]:
+        """Tokens of each request, prompt and output, at most: one that another continues may be aborted."""
+        lengths: dict[str, int] = {}
+        for request in self.requests:
+            before = 0 if request.continues is UNSET else lengths[request.continues]
+            lengths[request.id] = before + len(request) + request.max_tokens
+        return [*lengths.values()]
+
+    @property
     def max_model_len(self) -> int:
-        """Tokens of the longest request, prompt and output."""
-        return max(len(request) + request.max_tokens for request in self.requests)
+        """Tokens that a request may have: as given, or those of the longest one, prompt and output."""
+        if self.geometry.max_model_len is not UNSET:
+            return self.geometry.max_model_len
+        return max(self.max_lengths)
 
 
 @lru_cache(maxsize=256)
@@ -207,8 +229,10 @@ def check(case: Case) -> None:
         if not low <= value <= high:
             raise CaseError(f"{value} is not in {low}..{high} - at `$.geometry.{field}`")
     _check_drafts(geometry)
+    _check_layout(geometry)
     seen: set[str] = set()
     total = 0
+    _check_turns(case)
     for index, request in enumerate(case.requests):
         if request.id in seen:
             raise CaseError(f"a second request is called '{request.id}' - at `$.requests[{index}].id`")
@@ -216,7 +240,10 @@ def check(case: Case) -> None:
         for piece, (_, start, stop) in enumerate(request.prompt):
             if start >= stop:
                 raise CaseError(f"empty slice {start}..{stop} - at `$.requests[{index}].prompt[{piece}]`")
-        total += len(request)
+        if request.priority is not UNSET and not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+            limits = f"-{MAX_PRIORITY}..{MAX_PRIORITY}"
+            raise CaseError(f"{request.priority} is not in {limits} - at `$.requests[{index}].priority`")
+        total += case.max_lengths[index] - request.max_tokens
         if total > MAX_PROMPT_TOKENS:
             raise CaseError(f"more than {MAX_PROMPT_TOKENS} prompt tokens - at `$.requests[{index}].prompt`")
     for index, event in enumerate(case.events):
@@ -224,6 +251,34 @@ def check(case: Case) -> None:
             raise CaseError(f"no request is called '{event.request}' - at `$.events[{index}].request`")
         if event.request is None and event.kind in ("preempt", "abort", "async_kv_load"):
             raise CaseError(f"'{event.kind}' needs a request - at `$.events[{index}].request`")
+
+
+def _check_layout(geometry: Geometry) -> None:
+    groups = geometry.window_groups
+    if groups is not UNSET and not 1 <= groups <= MAX_WINDOW_GROUPS:
+        raise CaseError(f"{groups} is not in 1..{MAX_WINDOW_GROUPS} - at `$.geometry.window_groups`")
+    length = geometry.max_model_len
+    if length is not UNSET and not 2 <= length <= MAX_PROMPT_TOKENS:
+        raise CaseError(f"{length} is not in 2..{MAX_PROMPT_TOKENS} - at `$.geometry.max_model_len`")
+    interval = geometry.retention
+    if isinstance(interval, int) and not 0 <= interval <= MAX_PROMPT_TOKENS:
+        raise CaseError(f"{interval} is not in 0..{MAX_PROMPT_TOKENS} - at `$.geometry.retention`")
+
+
+def _check_turns(case: Case) -> None:
+    """A request continues one before it, by at most ``MAX_TURNS`` in all."""
+    turns: dict[str, int] = {}
+    for index, request in enumerate(case.requests):
+        before = 0
+        if request.continues is not UNSET:
+            if request.continues not in turns:
+                raise CaseError(
+                    f"no request before is called '{request.continues}' - at `$.requests[{index}].continues`"
+                )
+            before = turns[request.continues]
+        turns[request.id] = before + 1
+        if before == MAX_TURNS:
+            raise CaseError(f"turn {before + 1} of a session; at most {MAX_TURNS} - at `$.requests[{index}].continues`")
 
 
 def _check_probe(case: Case) -> None:

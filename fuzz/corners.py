@@ -7,27 +7,32 @@ Relied upon: a plain case stays the likeliest, so that a corner costs the rest l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from msgspec import UNSET
 
-from fuzz.case import Case
-from fuzz.strategies import cases
+from fuzz.case import MAX_TURNS, MAX_WINDOW_GROUPS, Case, Event, Request
+from fuzz.strategies import Sizes, blocks_needed, cases, replay_start_can_be_null
 from invariants.trace import Probe
 
 
 def cases_for(engine: str, profile: str) -> SearchStrategy[Case]:
     """Cases of a profile for the engine of that name. Raises ``KeyError``."""
-    plain = cases(profile)
+    plain = with_turns(cases(profile))
     if engine == "cpu":
         return with_probe(plain)
     if engine == "scheduler":
-        return with_drafts(with_flight(plain))
-    return with_crowds(plain) if engine == "kernels" else plain
+        plain = with_priorities(plain)
+    plain = with_window_groups(with_lost_prefixes(with_larger_window_blocks(plain)))
+    if engine == "kernels":
+        return with_single_tokens(with_crowds(plain))
+    plain = with_model_length(with_retention(plain))
+    return with_drafts(with_flight(plain)) if engine == "scheduler" else plain
 
 
 def with_probe(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
@@ -82,6 +87,225 @@ def _crowd(case: Case, copies: int) -> Case:
         case.geometry, max_num_seqs=copies + 8, max_num_batched_tokens=tokens, long_prefill_token_threshold=0
     )
     return msgspec.structs.replace(case, requests=(*case.requests, *more), geometry=geometry)
+
+
+def with_larger_window_blocks(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in five with a window block of twice, or one and a half times, the cacheable block: hits end
+    on multiples of both. Prompts and chunks grow with the multiple, so that what they share stays as long in hits."""
+    return st.builds(_larger_window_block, plain, st.sampled_from((1,) * 16 + (3, 3, 2, 2)))
+
+
+def _larger_window_block(case: Case, times: int) -> Case:
+    """``times``: how much longer hits get. Only where the block that replay starts in stays (CONTRACT 12)."""
+    geometry = case.geometry
+    times = 2 if times == 3 and geometry.block_size % 2 else times
+    block = geometry.block_size * times // (1 if times == 2 else 2)
+    if times == 1 or replay_start_can_be_null(Sizes(geometry.window, geometry.block_size, block)):
+        return case
+    return msgspec.structs.replace(
+        case,
+        geometry=msgspec.structs.replace(
+            geometry,
+            swa_block_size=block,
+            num_blocks=1 + times * (geometry.num_blocks - 1),
+            max_num_batched_tokens=times * geometry.max_num_batched_tokens,
+        ),
+        requests=tuple(
+            msgspec.structs.replace(
+                request, prompt=tuple((stream, times * start, times * stop) for stream, start, stop in request.prompt)
+            )
+            for request in case.requests
+        ),
+    )
+
+
+def with_window_groups(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in ten with two to four window groups in place of one."""
+    return st.builds(_more_windows, plain, st.integers(0, 39).map(lambda number: max(0, number - 35)))
+
+
+def _more_windows(case: Case, more: int) -> Case:
+    """``more`` window groups more, and as many blocks as they take: a tight pool stays as tight."""
+    if not more:
+        return case
+    geometry = case.geometry
+    sizes, chunk = Sizes(geometry.window, geometry.block_size, geometry.swa_block_size), geometry.max_num_batched_tokens
+    lengths = case.max_lengths
+    roomy = geometry.num_blocks > sum(blocks_needed(sizes, chunk, length) for length in lengths)
+    windows = [
+        blocks_needed(sizes, chunk, length) - ceil(length / geometry.block_size)
+        for length in (lengths if roomy else [max(lengths)])
+    ]
+    groups = min(1 + more, MAX_WINDOW_GROUPS)
+    blocks = geometry.num_blocks + (groups - 1) * sum(windows)
+    return msgspec.structs.replace(
+        case, geometry=msgspec.structs.replace(geometry, window_groups=groups, num_blocks=blocks)
+    )
+
+
+def with_lost_prefixes(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in ten with a request more that is preempted when what it had hit is dropped: it resumes
+    without the hit of its earlier life."""
+    return st.builds(_lose_prefix, plain, st.integers(0, 39).map(lambda number: max(0, number - 35)))
+
+
+def _lose_prefix(case: Case, delay: int) -> Case:
+    """The longest prompt once more after all others, preempted ``delay`` steps after its arrival, if any."""
+    geometry, longest = case.geometry, max(case.requests, key=len)
+    if not delay or len(longest) <= geometry.window:
+        return case
+    lengths = case.max_lengths
+    more = max(0, len(longest) + 1 + delay - max(lengths))
+    blocks = ceil(more / geometry.block_size) + ceil(more / geometry.swa_block_size)
+    # By then the others are gone: a step computes a token of some request, unless one of them is preempted.
+    arrive = max(request.arrive for request in case.requests) + sum(lengths)
+    again = Request(id="again", arrive=arrive, prompt=longest.prompt, max_tokens=1 + delay)
+    step = arrive + delay
+    return msgspec.structs.replace(
+        case,
+        geometry=msgspec.structs.replace(geometry, num_blocks=geometry.num_blocks + blocks),
+        requests=(*case.requests, again),
+        events=(*case.events, Event(step=step, kind="preempt", request="again"), Event(step=step, kind="drop_blocks")),
+    )
+
+
+def with_priorities(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in five scheduled by priority: requests arrive one a step, into a pool for hardly more than
+    one of them, and later ones tend to go before earlier ones."""
+    priorities = st.lists(st.sampled_from((-1, -2, -3, 0, 1)), min_size=4, max_size=4)
+    return st.builds(_prioritise, plain, st.sampled_from((0,) * 8 + (2, 4)), priorities)
+
+
+def _prioritise(case: Case, room: int, priorities: Sequence[int]) -> Case:
+    """Priorities for all but the first request, in turn; ``room``: blocks more than the longest one needs."""
+    if not room or len(case.requests) == 1:
+        return case
+    geometry = case.geometry
+    first, *later = [
+        msgspec.structs.replace(request, arrive=index, max_tokens=max(request.max_tokens, 9))
+        for index, request in enumerate(case.requests)
+    ]
+    given = [msgspec.structs.replace(later[i], priority=priorities[i % len(priorities)]) for i in range(len(later))]
+    sizes, chunk = Sizes(geometry.window, geometry.block_size, geometry.swa_block_size), geometry.max_num_batched_tokens
+    case = msgspec.structs.replace(case, requests=(first, *given))
+    needed = max(blocks_needed(sizes, chunk, length) for length in case.max_lengths)
+    return msgspec.structs.replace(
+        case,
+        geometry=msgspec.structs.replace(
+            geometry,
+            num_blocks=1 + needed + room,
+            max_num_seqs=min(8, chunk),
+            # A prefill goes on for some steps, beside decodes that take the blocks away that it was admitted for.
+            long_prefill_token_threshold=min((1 + room) * sizes.hit_unit, len(first)),
+        ),
+    )
+
+
+def with_single_tokens(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in ten in chunks of one token, at the end of which the longest prompt is asked again by as
+    many as a step has rows: replays that run as decodes."""
+    return st.builds(_single_tokens, plain, st.sampled_from((0,) * 27 + (1, 2, 3)))
+
+
+def _single_tokens(case: Case, rows: int) -> Case:
+    """``rows`` a step, each of a token; 0: as it was. Short cases only: it takes a step for each token."""
+    tokens = sum(case.max_lengths)
+    if not rows or tokens > 200:
+        return case
+    longest = max((request for request in case.requests if request.continues is UNSET), key=len)
+    again = (msgspec.structs.replace(longest, id=f"again{n}", arrive=tokens, max_tokens=1) for n in range(rows))
+    # The threshold holds where more than one request is there.
+    sizes = {"max_num_batched_tokens": rows, "max_num_seqs": rows, "long_prefill_token_threshold": int(rows > 1)}
+    geometry = msgspec.structs.replace(case.geometry, **sizes)
+    return msgspec.structs.replace(case, requests=(*case.requests, *again), geometry=geometry)
+
+
+def with_turns(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in ten with a session added: one to three requests, each of which continues the one before,
+    the first of them a request of the plain case."""
+    turn = st.tuples(st.sampled_from((5, 2, 9, 1)), st.sampled_from(_OWN), st.sampled_from((0, 2)))
+    sessions = st.lists(turn, min_size=1, max_size=MAX_TURNS - 1)
+    now_and_then = st.sampled_from((False,) * 9 + (True,)).flatmap(lambda more: sessions if more else st.just([]))
+    return st.builds(_add_turns, plain, st.integers(0, 7), now_and_then)
+
+
+_OWN: Final = ("one", "unit", "to boundary", "window")
+"""How many tokens of its own a turn has; "to boundary": as many as make its prompt end where a hit may end."""
+
+
+def _add_turns(case: Case, first: int, turns: list[tuple[int, str, int]]) -> Case:
+    """``turns``: (output tokens of the request before, own tokens, steps between arrivals). A pool that is too small
+    for the longest request grows to what it needs alone."""
+    if not turns:
+        return case
+    sizes = Sizes(case.geometry.window, case.geometry.block_size, case.geometry.swa_block_size)
+    requests = list(case.requests)
+    before = first % len(requests)
+    length = len(requests[before])
+    for number, (outputs, own, wait) in enumerate(turns):
+        requests[before] = msgspec.structs.replace(requests[before], max_tokens=outputs)
+        length += outputs
+        boundary = sizes.hit_unit - length % sizes.hit_unit
+        added = {"one": 1, "unit": sizes.hit_unit, "to boundary": boundary, "window": sizes.window}[own]
+        requests.append(
+            Request(
+                id=f"turn{number}",
+                arrive=requests[before].arrive + wait,
+                prompt=((f"turn{number}", 0, added),),
+                continues=requests[before].id,
+            )
+        )
+        before, length = len(requests) - 1, length + added
+    case = msgspec.structs.replace(case, requests=tuple(requests))
+    needed = 1 + blocks_needed(sizes, case.geometry.max_num_batched_tokens, case.max_model_len)
+    geometry = msgspec.structs.replace(case.geometry, num_blocks=max(case.geometry.num_blocks, needed))
+    return msgspec.structs.replace(case, geometry=geometry)
+
+
+def with_retention(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in eight with a retention interval, mostly without replay (with it, it changes nothing), and
+    with two requests more, the second of which shares most of the first one's prompt."""
+    return st.builds(
+        _retain,
+        plain,
+        st.sampled_from((None,) * 28 + (0, 1, 2, 3)),
+        st.sampled_from((False,) * 5 + (True,)),
+        st.sampled_from((0, 1, -1)),
+    )
+
+
+def _retain(case: Case, units: int | None, replay: bool, delta: int) -> Case:
+    """``units``: the interval in hit units, 0: every one; None: the case as it is. ``delta``: how many tokens more than
+    three intervals, and the one that is always computed, are shared."""
+    geometry = case.geometry
+    if units is None:
+        return case
+    sizes, chunk = Sizes(geometry.window, geometry.block_size, geometry.swa_block_size), geometry.max_num_batched_tokens
+    step = max(1, units) * sizes.hit_unit
+    shared, whole = 3 * step + 1 + delta, 4 * step + geometry.window
+    after = max(request.arrive for request in case.requests) + sum(case.max_lengths)
+    more = (
+        Request(id="whole", arrive=after, prompt=(("kept", 0, whole),)),
+        Request(id="part", arrive=after + whole + 1, prompt=(("kept", 0, shared), ("part", 0, 2))),
+    )
+    blocks = geometry.num_blocks + blocks_needed(sizes, chunk, whole + 1)
+    geometry = msgspec.structs.replace(geometry, retention=step if units else None, replay=replay, num_blocks=blocks)
+    return msgspec.structs.replace(case, geometry=geometry, requests=(*case.requests, *more))
+
+
+def with_model_length(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in ten with a limit for a request's tokens that cuts outputs short, or refuses a prompt."""
+    return st.builds(_limit, plain, st.sampled_from((None,) * 27 + (1, 3, 0)))
+
+
+def _limit(case: Case, room: int | None) -> Case:
+    """``room``: tokens that the longest prompt leaves for its output; 0: it is refused; None: the case as it is."""
+    limit = max(map(len, case.requests)) + (room or 0)
+    if room is None or limit < 2:
+        return case
+    threshold = min(case.geometry.long_prefill_token_threshold, limit)
+    geometry = msgspec.structs.replace(case.geometry, max_model_len=limit, long_prefill_token_threshold=threshold)
+    return msgspec.structs.replace(case, geometry=geometry)
 
 
 def with_flight(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:

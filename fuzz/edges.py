@@ -14,6 +14,7 @@ from collections import defaultdict
 from typing import Final
 
 import numpy as np
+from msgspec import UNSET
 
 from fuzz.flights import FLIGHT_EDGES, flight_edges
 from invariants.flight import tokens_ahead
@@ -63,6 +64,22 @@ EDGES: Final[dict[str, str]] = {
     "replay-off-hit": "a hit is adopted with replay off",
     "replay-start-mid-block": "replay starts inside a block of the window group",
     "replay-start-retired": "replay starts in a block that retention gives up (CONTRACT 12)",
+    "overtaken": "by priority, a request is admitted before one that has waited longer",
+    "preempted-by-priority": "the pool preempts a request though others have been admitted after it",
+    "resumed-cold-after-replay": "a resumed request adopts no hit, though it replayed in its earlier life",
+    "several-window-groups": "a hit is replayed in two or more window groups",
+    "preempted-repeatedly": "a request is preempted three times or more",
+    "prompt-refused": "a prompt leaves no room for a token more, and is refused",
+    "output-cut": "an output ends where the longest allowed request does",
+    "retained-hit": "replay is off, and a hit ends where no earlier prompt does: a retention interval keeps the window",
+    "retention-beside-replay": "a hit is replayed, and a retention interval is set for nothing",
+    "window-block-larger": "a hit is replayed where blocks of the window group are larger than the cacheable group's",
+    "window-block-not-dividing": "a hit is replayed where the block of neither group divides the other's",
+    "idle-batch-over-cached-blocks": "an engine without requests runs a dummy batch while blocks are cached",
+    "continued": "a request begins with the prompt and the whole output of an earlier one",
+    "continued-hits-output": "one that does so adopts tokens that the earlier one sampled",
+    "continued-hit-on-hit": "one that does so replays after a hit, and so did the earlier one",
+    "continued-stops-short": "one that does so misses a hit unit that ends with the last sampled token: it has no KV",
     **FLIGHT_EDGES,
 }
 """Edge id to what it means, in one line. Ids are stable: reports, tests and seeds use them."""
@@ -85,6 +102,7 @@ class _Walk:
         self.window = trace.geometry.window
         self.multiple = hit_multiple(trace)
         self.cacheable = next((i for i, group in enumerate(trace.groups) if group.kind == "cacheable"), 0)
+        self.windows = sum(group.kind == "window" for group in trace.groups)
         self.tokens = [np.concatenate([r.prompt, np.asarray(r.output, np.int32)]) for r in trace.requests]
         self.commons: dict[tuple[int, int], int] = {}
         self.end: dict[int, int] = {}
@@ -109,6 +127,7 @@ class _Walk:
 
     def run(self) -> set[str]:
         predictions = predict(self.trace)
+        self._ends()
         for step in self.trace.steps:
             self._before(step)
             rows = {admission: row for row, admission in enumerate(step.admission.tolist())}
@@ -124,7 +143,21 @@ class _Walk:
                 self._row(step, admission, rows[admission])
             self._batch(step)
             self._left(step.finished)
+            if step.idled and self.cached:
+                self.reached.add("idle-batch-over-cached-blocks")
         return self.reached
+
+    def _ends(self) -> None:
+        """Which requests ended otherwise than by their own length."""
+        limit = self.trace.geometry.max_model_len
+        for number, request in enumerate(self.trace.requests):
+            if request.finished == "refused":
+                self.reached.add("prompt-refused")
+            cut = len(request.prompt) + len(request.output) == limit and len(request.output) < request.max_tokens
+            if cut and request.finished == "length":
+                self.reached.add("output-cut")
+            if sum(number in step.preempted for step in self.trace.steps) > 2:
+                self.reached.add("preempted-repeatedly")
 
     def _before(self, step: Step) -> None:
         """Events, preemptions and aborts, which come before the step's rows."""
@@ -133,12 +166,31 @@ class _Walk:
                 self.reached.add(event.replace("_", "-"))
                 self.lost = "reset-then-miss" if event == "reset_prefix_cache" else "dropped-then-miss"
                 self.cached.clear()
+        self._priorities(step)
         for request in step.preempted:
             self._cut_short(request, "preempted", "preempted-mid-replay")
         self._left(step.preempted)
         for request in step.finished:
             if self.trace.requests[request].finished == "abort":
                 self._cut_short(request, "abort", "aborted-mid-replay")
+
+    def _priorities(self, step: Step) -> None:
+        """Who goes before whom where requests have priorities."""
+        requests = self.trace.requests
+        if all(request.priority is None for request in requests):
+            return
+        latest = int(step.admission.max(initial=-1))
+        if "preempt" not in step.events and any(self.life.get(one, latest) < latest for one in step.preempted):
+            self.reached.add("preempted-by-priority")
+        waiting = [
+            request.arrive
+            for index, request in enumerate(requests)
+            if request.arrive < step.index and index not in self.life and index not in step.request
+            if request.finished != "refused"
+        ]
+        new = [requests[index].arrive for index in step.request.tolist() if index not in self.life]
+        if waiting and new and min(waiting) < max(new):
+            self.reached.add("overtaken")
 
     def _cut_short(self, request: int, edge: str, mid_replay: str) -> None:
         self.reached.add(edge)
@@ -164,6 +216,9 @@ class _Walk:
 
     def _admitted(self, step: Step, admission: int, row: int, prediction: Prediction | None) -> None:
         life = self.trace.admissions[admission]
+        earlier = self.trace.requests[life.request].continues
+        if earlier is not None and earlier in self.life and not life.resumed:
+            self._continued(life, earlier)
         if life.resumed:
             self._resumed(life)
         elif self.replayed and not life.hit:
@@ -181,6 +236,17 @@ class _Walk:
             for index, group in enumerate(self.trace.groups)
         ]
 
+    def _continued(self, life: Admission, earlier: int) -> None:
+        """The first life of a request that continues an earlier one."""
+        self.reached.add("continued")
+        known = len(self.tokens[earlier])
+        if life.hit > len(self.trace.requests[earlier].prompt):
+            self.reached.add("continued-hits-output")
+        if life.replay_start and self.trace.admissions[self.life[earlier]].replay_start:
+            self.reached.add("continued-hit-on-hit")
+        if known % self.multiple == 0 and known < life.tokens and life.hit == known - self.multiple:
+            self.reached.add("continued-stops-short")
+
     def _resumed(self, life: Admission) -> None:
         before = self.life.get(life.request)
         if life.hit:
@@ -188,13 +254,14 @@ class _Walk:
             if life.replay_start and life.hit > len(self.trace.requests[life.request].prompt):
                 self.reached.add("resumed-replays-output")
         if before is not None and self.trace.admissions[before].replay_start not in (0, life.replay_start):
-            self.reached.add("resumed-elsewhere")
+            self.reached.add("resumed-elsewhere" if life.hit else "resumed-cold-after-replay")
 
     def _adopted(self, step: Step, life: Admission, row: int) -> None:
         geometry, hit = self.trace.geometry, life.hit
         self.depths.add(hit)
         if life.replay_start:
             self.reached.add("hit-above-window")
+            self._layout(geometry.block_size, geometry.swa_block_size)
             if hit == (self.window // self.multiple + 1) * self.multiple:
                 self.reached.add("hit-smallest-adopted")
             if life.replay_start % geometry.swa_block_size:
@@ -203,6 +270,13 @@ class _Walk:
                 self.reached.add("replay-start-retired")
         if not self.trace.replay_expected:
             self.reached.add("replay-off-hit")
+        if geometry.retention not in (UNSET, 0):
+            earlier = [self.trace.requests[request] for request in self.life]
+            ends = {(len(request.prompt) - 1) // self.multiple * self.multiple for request in earlier}
+            if self.trace.replay_expected:
+                self.reached.add("retention-beside-replay")
+            elif hit not in ends:
+                self.reached.add("retained-hit")
         if life.tokens == hit + 1:
             self.reached.add("one-token-tail")
         if len(self.depths) > 1:
@@ -213,6 +287,15 @@ class _Walk:
             step.tables[self.cacheable][row][: hit // geometry.block_size].tolist()
         ):
             self.reached.add("same-step-hit")
+
+    def _layout(self, block: int, window_block: int) -> None:
+        """What a replayed hit says of the groups."""
+        if self.windows > 1:
+            self.reached.add("several-window-groups")
+        if window_block > block:
+            self.reached.add("window-block-larger")
+        if window_block % block and block % window_block:
+            self.reached.add("window-block-not-dividing")
 
     def _shared(self, life: Admission, prediction: Prediction | None) -> None:
         """What the request has in common with those before it, itself before a preemption included."""

@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from msgspec import UNSET
 
-from invariants.trace import NULL_BLOCK, BoolArray, IntArray, Trace, Violation
+from invariants.trace import NOBODY, NULL_BLOCK, BoolArray, IntArray, Trace, Violation
 from invariants.view import View
 
 
@@ -61,36 +61,42 @@ def _null_replay_block(violation: Violation, view: View) -> bool:
     An invariant gives a few examples a site. They can speak for the rest only if no other position is read or written
     in the null block, so that is looked at, too.
     """
-    group = view.window_group
-    if group is None:
-        return False
     if violation.invariant in _OF_OUTPUTS:
-        return _replays_from_null(violation, view, group)
+        return _replays_from_null(violation, view)
     if not violation.site.endswith(", the null block"):
         return False
     if violation.step is None or violation.row is None or violation.position is None:
         return False
-    if violation.invariant == "write-fence" and not violation.site.startswith(f"group {group},"):
-        return False
+    groups = [group for group in view.window_groups if _site_is_of(violation, view, group)]
     steps = [step.index for step in view.trace.steps]
     row = view.row_offset[steps.index(violation.step)] + violation.row
-    return bool(_retired(view, group, np.array([row]), np.array([violation.position])).all()) and _only_there(
-        view, group
-    )
+    at = np.array([row]), np.array([violation.position])
+    return any(bool(_retired(view, group, *at).all()) for group in groups) and _only_there(view)
 
 
-def _replays_from_null(violation: Violation, view: View, group: int) -> bool:
+def _site_is_of(violation: Violation, view: View, group: int) -> bool:
+    """Whether the violation's site is the window group, or a consumer that reads it."""
+    site = violation.site.removesuffix(", the null block")
+    if violation.invariant == "write-fence":
+        return site == f"group {group}"
+    return any(reads.consumer == site and reads.group == group for reads in view.reads)
+
+
+def _replays_from_null(violation: Violation, view: View) -> bool:
     """Whether the request whose outputs are wrong replays from the null block: others write there, too."""
     number = next((i for i, request in enumerate(view.trace.requests) if request.id == violation.request), -1)
     rows = np.flatnonzero(view.request == number)
-    return bool(_retired(view, group, rows, view.floor[rows]).any()) and _only_there(view, group)
+    retired = any(bool(_retired(view, group, rows, view.floor[rows]).any()) for group in view.window_groups)
+    return retired and _only_there(view)
 
 
-def _only_there(view: View, group: int) -> bool:
+def _only_there(view: View) -> bool:
     """Whether no other position is read or written in the null block."""
-    stores = view.stores(group)
-    touched = [(stores.row, stores.position), *((reads.cell_row, reads.cell_position) for reads in view.reads)]
-    return all(bool((_retired(view, group, *at) | ~_null(view, group, *at)).all()) for at in touched)
+    touched = [(reads.group, reads.cell_row, reads.cell_position) for reads in view.reads if reads.group is not None]
+    for group in view.window_groups:
+        stores = view.stores(group)
+        touched.append((group, stores.row, stores.position))
+    return all(bool((_retired(view, *at) | ~_null(view, *at)).all()) for at in touched)
 
 
 _OF_OUTPUTS: Final = ("output-match", "poison-blind", "mix-blind")
@@ -121,6 +127,42 @@ def _pad_above_threshold(violation: Violation, view: View) -> bool:
     return one_left and there and "AssertionError:  (" in violation.message
 
 
+def _never_computed(violation: Violation, view: View) -> bool:
+    """A hit whose positions were all computed but for some that a request preempted by priority would have: it was
+    scheduled for them, its blocks were cached at once, and then it was preempted in the same step."""
+    trace = view.trace
+    number = next((i for i, request in enumerate(trace.requests) if request.id == violation.request), -1)
+    if violation.invariant == "gather-live":  # the window group is cached as well
+        stale = violation.site.endswith(", stale") and violation.position is not None and not view.replay
+        return stale and _withdrawn(view, number, np.array([violation.position]))
+    if violation.site not in ("hit", "adopted block"):
+        return False
+    lives = [i for i, life in enumerate(trace.admissions) if (life.request, life.step) == (number, violation.step)]
+    holes = [np.flatnonzero(view.lineage[life] == NOBODY) for life in lives]
+    return any(len(found) > 0 and _withdrawn(view, number, found) for found in holes)
+
+
+def _withdrawn(view: View, request: int, positions: IntArray) -> bool:
+    """Whether each position may have been in a chunk that was taken back, of this request or one that begins alike."""
+    trace = view.trace
+    if all(one.priority is None for one in trace.requests) or request < 0:
+        return False
+    tokens, end = _tokens(trace, request), int(positions.max()) + 1
+    left = np.ones(len(positions), np.bool_)
+    for index, step in enumerate(trace.steps):
+        for victim in step.preempted:
+            if len(tokens) >= end and np.array_equal(_tokens(trace, victim)[:end], tokens[:end]):
+                rows = np.flatnonzero((view.request == victim) & (view.step < index))
+                done = int((view.computed + view.scheduled)[rows[-1]]) if len(rows) else 0
+                left &= (positions < done) | (positions >= done + trace.geometry.max_num_batched_tokens)
+    return not left.any()
+
+
+def _tokens(trace: Trace, request: int) -> IntArray:
+    one = trace.requests[request]
+    return np.concatenate([one.prompt, np.asarray(one.output, one.prompt.dtype)])
+
+
 REGISTER: Final[tuple[Known, ...]] = (
     Known(
         id="null-replay-block",
@@ -136,10 +178,19 @@ REGISTER: Final[tuple[Known, ...]] = (
         id="draft-padding-above-threshold",
         invariants=("no-fault",),
         title="the scheduler dies of an assertion when it makes a prefill of one token as long as a decode with drafts",
-        condition="0 < long_prefill_token_threshold <= num_speculative_tokens, and a request is admitted with one token "
-        "left to compute while others decode, or with a hit: it is made as long as a decode with drafts, then cut to the "
-        "threshold, and the length asserted",
+        condition="0 < long_prefill_token_threshold <= num_speculative_tokens, and a request is admitted with one token"
+        " left to compute while others decode, or with a hit: it is made as long as a decode with drafts, then cut to "
+        "the threshold, and the length asserted",
         upstream="vllm#54028",
         matches=_pad_above_threshold,
+    ),
+    Known(
+        id="withdrawn-chunk-cached",
+        invariants=("hit-count", "gather-live"),
+        title="a hit adopts blocks that nobody has computed",
+        condition="by priority: a request is scheduled for a chunk that fills a block, which is cached at once, and is "
+        "then preempted in the same step for one of higher priority; the chunk is taken back, the block stays cached",
+        upstream="vllm#43569",
+        matches=_never_computed,
     ),
 )

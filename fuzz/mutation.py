@@ -4,7 +4,8 @@
 
 A mutant is data (TOML). Installed files are not touched: the changed source goes to a temporary file, from which the
 module is then loaded, since Triton and tracebacks read source from files. Relied upon: ``install`` comes before the
-module is imported, in a process of its own; ``applied`` says afterwards whether it was.
+module is imported, in a process of its own; ``applied`` says afterwards whether it was, ``reached`` whether what is
+changed was ever executed.
 """
 
 from __future__ import annotations
@@ -79,10 +80,45 @@ def read(path: Path) -> tuple[Mutant, ...]:
     return mutants
 
 
-def mutate(source: str, mutant: Mutant) -> str:
-    """The module's source with the mutant in it. Raises ``MutantError`` if it selects no statement, or several."""
+def check(mutant: Mutant) -> None:
+    """Raises ``MutantError`` if it cannot be applied here. Imports nothing."""
+    mutate(_source(mutant).read_text(), mutant)
+
+
+def _source(mutant: Mutant) -> Path:
+    """The file of its module, as Python would find it."""
+    top, *rest = mutant.module.split(".")
+    found: list[Path] = []
+    if all(part.isidentifier() for part in (top, *rest)) and (spec := PathFinder.find_spec(top)):
+        places = spec.submodule_search_locations
+        if places is None:
+            found = [Path(spec.origin)] if spec.origin and not rest else []
+        else:
+            found = [Path(place, *rest).with_suffix(".py") for place in places]
+    found = [path for path in found if path.is_file()]
+    if not found:
+        raise MutantError(f"mutant {mutant.id}: there is no module {mutant.module} here")
+    return found[0]
+
+
+def mutate(source: str, mutant: Mutant, watch: bool = False) -> str:
+    """The module's source with the mutant in it; ``watch``: and with what ``reached`` needs.
+
+    Raises ``MutantError`` if it selects no statement, or several, or changes nothing.
+    """
     tree = ast.parse(source)
+    before = ast.unparse(tree)
     function = _function(tree, mutant)
+    node = _statement(function, mutant)
+    new = _change(tree, node, mutant)
+    if ast.unparse(ast.fix_missing_locations(tree)) == before:
+        raise MutantError(f"mutant {mutant.id}: {mutant.module}, {mutant.function}: it changes nothing")
+    if watch:
+        _watch(tree, function, new)
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def _statement(function: ast.AST, mutant: Mutant) -> ast.stmt:
     found = [node for node in _statements(function) if _matches(node, mutant.target)]
     where = f"mutant {mutant.id}: {mutant.module}, {mutant.function}"
     if not found:
@@ -90,14 +126,12 @@ def mutate(source: str, mutant: Mutant) -> str:
     if mutant.occurrence is None and len(found) > 1:
         raise MutantError(f"{where}: '{mutant.target}' is there {len(found)} times; say which occurrence")
     try:
-        node = found[mutant.occurrence or 0]
+        return found[mutant.occurrence or 0]
     except IndexError as error:
         raise MutantError(f"{where}: '{mutant.target}' is there {len(found)} times only") from error
-    _change(tree, node, mutant)
-    return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def _function(tree: ast.Module, mutant: Mutant) -> ast.AST:
+def _function(tree: ast.Module, mutant: Mutant) -> Any:
     scope: ast.AST = tree
     for name in mutant.function.split("."):
         named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -128,10 +162,12 @@ def _matches(node: ast.stmt, target: str) -> bool:
     return isinstance(node, ast.Assign) and any(ast.unparse(one) == target for one in node.targets)
 
 
-def _change(tree: ast.Module, node: Any, mutant: Mutant) -> None:
+def _change(tree: ast.Module, node: Any, mutant: Mutant) -> ast.stmt:
+    """The statement that is there now."""
     if mutant.action == "delete":
-        _replace(tree, node, ast.copy_location(ast.Pass(), node))
-        return
+        new: ast.stmt = ast.copy_location(ast.Pass(), node)
+        _replace(tree, node, [new])
+        return new
     try:
         value = ast.parse(mutant.value, mode="eval").body
     except SyntaxError as error:
@@ -142,13 +178,58 @@ def _change(tree: ast.Module, node: Any, mutant: Mutant) -> None:
         node.iter = value
     else:  # of an assignment, a return, or an expression
         node.value = value
+    changed: ast.stmt = node
+    return changed
 
 
-def _replace(tree: ast.Module, node: ast.stmt, new: ast.stmt) -> None:
+def _replace(tree: ast.Module, node: ast.stmt, new: list[ast.stmt]) -> None:
     for parent in ast.walk(tree):
         for _, block in ast.iter_fields(parent):
             if isinstance(block, list) and any(one is node for one in block):
-                block[:] = [new if one is node else one for one in block]
+                at = next(index for index, one in enumerate(block) if one is node)
+                block[at : at + 1] = new
+
+
+def _watch(tree: ast.Module, function: Any, node: ast.stmt) -> None:
+    """Have what is executed say so: the statement, or the launch of a kernel, in which nothing of ours may stand."""
+    for index, decorator in enumerate(function.decorator_list):
+        if "jit" in ast.unparse(decorator):
+            function.decorator_list.insert(index, _here("launched"))
+            return
+    _replace(tree, node, [ast.Expr(ast.Call(_here("reach"), [], [])), node])
+
+
+def _here(name: str) -> ast.expr:
+    """A function of this module, wherever it is named."""
+    return ast.parse(f"__import__('{__name__}', fromlist=['{name}']).{name}", mode="eval").body
+
+
+_reached: list[bool] = []
+
+
+def reach() -> None:
+    """Called by what the mutant changes."""
+    _reached[:] = [True]
+
+
+def launched(kernel: Any) -> Any:
+    """Decorates a Triton kernel that the mutant changes: its launches are seen."""
+    if not hasattr(kernel, "run"):
+        reach()  # none of Triton's: nobody knows
+        return kernel
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("warmup"):
+            reach()
+        return type(kernel).run(kernel, *args, **kwargs)
+
+    kernel.run = watched
+    return kernel
+
+
+def reached() -> bool:
+    """Whether the changed statement was executed, or the kernel that it is in launched, in this process."""
+    return bool(_reached)
 
 
 class _Finder:
@@ -168,8 +249,10 @@ class _Finder:
         spec = PathFinder.find_spec(name, path, target)
         if spec is None or not spec.origin or spec.submodule_search_locations is not None:
             raise MutantError(f"mutant {self._mutant.id}: there is no module {name}")
-        changed = self._folder / Path(spec.origin).name
-        changed.write_text(mutate(Path(spec.origin).read_text(), self._mutant))
+        # By such a path what it raises is known to have come out of an installed package.
+        changed = self._folder / "site-packages" / Path(*name.split(".")).with_suffix(".py")
+        changed.parent.mkdir(parents=True)
+        changed.write_text(mutate(Path(spec.origin).read_text(), self._mutant, watch=True))
         self.applied = True
         return importlib.util.spec_from_file_location(name, changed)
 

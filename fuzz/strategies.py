@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, lcm
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -23,6 +23,7 @@ from hypothesis.strategies import SearchStrategy
 from fuzz.case import Case, Event, EventKind, Request, Slice, cut
 from invariants.trace import Geometry
 
+_Kind = EventKind | Literal["forget"]
 Anchor = tuple[int, int, int]
 """A length: so many windows, hit units and chunks."""
 
@@ -143,8 +144,8 @@ _DELTAS: Final = (0, -1, 1)
 _TAILS: Final = ("one", "align", "unit", "none", "align+1", "align-1", "window", "two", "chunk")
 _ARRIVALS: Final = ("after", "together", "next", "after", "soon")
 _THRESHOLDS: Final = ("off", "off", "off", "off", "unit", "window", "chunk-1")
-_EVENTS: Final[tuple[EventKind, ...]] = ("preempt", "abort", "reset_prefix_cache", "drop_blocks", "preempt", "abort")
-_DELAYS: Final = (1, 2, 3, 1, 5)
+_EVENTS: Final = ("preempt", "abort", "reset_prefix_cache", "drop_blocks", "preempt", "abort", "forget")
+_DELAYS: Final = (1, 2, 1, 3, 1)
 _ROOMY: Final = -1
 _SLACKS: Final = (_ROOMY, 0, 2, 1, 4, 0)
 
@@ -210,7 +211,7 @@ def _build(
     threshold_kind: str,
     first: tuple[Any, ...],
     later: Sequence[tuple[Any, ...]],
-    event_draws: Sequence[tuple[EventKind, int, int]],
+    event_draws: Sequence[tuple[_Kind, int, int]],
     max_num_seqs: int,
     slack: int,
     replay: bool,
@@ -307,12 +308,18 @@ def _length(prompt: Sequence[Slice]) -> int:
     return sum(stop - start for _, start, stop in prompt)
 
 
-def _events(draws: Sequence[tuple[EventKind, int, int]], requests: Sequence[Request]) -> tuple[Event, ...]:
-    """Events that tend to matter: a request's own just after its arrival, the cache's just before a later one's."""
+def _events(draws: Sequence[tuple[_Kind, int, int]], requests: Sequence[Request]) -> tuple[Event, ...]:
+    """Events that tend to matter: a request's own just after its arrival, the cache's just before a later one's.
+
+    "forget": a preempted request finds less in the cache than before, and its replay, if any, starts elsewhere.
+    """
     events = []
     for kind, who, delay in draws:
         request = requests[-1 - who % max(1, len(requests) - 1)]
-        if kind in ("preempt", "abort"):
+        if kind == "forget":
+            step = request.arrive + delay
+            events += [Event(step=step, kind="preempt", request=request.id), Event(step=step, kind="drop_blocks")]
+        elif kind in ("preempt", "abort"):
             events.append(Event(step=request.arrive + delay, kind=kind, request=request.id))
         else:
             events.append(Event(step=request.arrive, kind=kind))

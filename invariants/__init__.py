@@ -24,20 +24,22 @@ from invariants.view import EXAMPLES, View
 from invariants.writes import write_fence
 
 INVARIANTS: dict[str, Callable[[View], Iterable[Violation]]] = {
-    "gather-floor": gather_floor,
-    "gather-window": gather_window,
-    "gather-live": gather_live,
-    "gather-agree": gather_agree,
-    "write-fence": write_fence,
+    "gating": gating,
     "hit-count": hit_count,
     "progress": progress,
+    "write-fence": write_fence,
+    "gather-floor": gather_floor,
+    "gather-agree": gather_agree,
+    "gather-window": gather_window,
+    "gather-live": gather_live,
     "no-fault": no_fault,
-    "gating": gating,
     "cached-bytes": cached_bytes,
-    "output-match": output_match,
     "poison-blind": poison_blind,
     "mix-blind": mix_blind,
+    "output-match": output_match,
 }
+"""Causes before what comes of them, as vLLM goes about it: what is configured, scheduled, written, read, and what comes
+out. So the first one that is broken says most about why, and what a wrong output alone would say comes last."""
 
 
 def judge(trace: Trace) -> list[Violation]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from invariants.trace import TracedRequest, Violation
 from invariants.view import View
@@ -45,12 +46,12 @@ def lives(view: View) -> Iterator[Violation]:
 
 def _deliveries(view: View) -> Iterator[Violation]:
     """Tokens come out in order, once each, and all of them: but those of a step in flight whose request has ended, or
-    was preempted, and those past ``max_tokens`` (CONTRACT 24)."""
+    was preempted, and those past ``max_tokens`` or the limit for its length (CONTRACT 24)."""
     trace, flight = view.trace, view.flight
     if trace.faults:
         return  # of the last steps nothing came out
     for number, request in enumerate(trace.requests):
-        total = 0
+        total, most = 0, min(request.max_tokens, _room(request, trace.geometry.max_model_len))
         for row in np.flatnonzero(view.request == number).tolist():
             sampled, came = int(flight.sampled[row]), int(flight.delivered[row])
             place, next_one = (
@@ -61,7 +62,7 @@ def _deliveries(view: View) -> Iterator[Violation]:
             if came and place != next_one:
                 yield view.violation("progress", "output", at, f"{what}; {total} came out before", next_one, place)
             total += came
-            if came > sampled or (came < sampled and total < request.max_tokens and not _cut_off(view, row)):
+            if came > sampled or (came < sampled and total < most and not _cut_off(view, row)):
                 yield view.violation("progress", "output", at, what, f"{sampled} tokens come out", came)
 
 
@@ -82,12 +83,13 @@ def ends(view: View) -> Iterator[Violation]:
     for index, step in enumerate(trace.steps):
         for number in step.finished:
             listed.setdefault(number, []).append(index)
+    limit = trace.geometry.max_model_len
     for number, request in enumerate(trace.requests):
         steps, end = view.step[view.request == number], listed.get(number, [])
         if request.finished == "length" and len(end) == 1:
             # One may have been scheduled before the output that ended it was processed.
             steps = steps[(steps <= end[0]) | (view.flight.processed[steps] > end[0])]
-        yield from _end(request, end, int(steps[-1]) if len(steps) else -1)
+        yield from _end(request, limit, end, int(steps[-1]) if len(steps) else -1)
     yield from _final(view)
 
 
@@ -108,15 +110,22 @@ def _preemptions(view: View, starts: list[list[int]]) -> Iterator[Violation]:
             yield broken("preempted", message, "a preemption between two admissions", "otherwise", request=name)
 
 
-def _end(request: TracedRequest, listed: list[int], last: int) -> Iterator[Violation]:
-    """``listed``: steps that say it ended; ``last``: its last step with a row, or -1."""
+def _end(request: TracedRequest, limit: int | UnsetType, listed: list[int], last: int) -> Iterator[Violation]:
+    """``limit``: tokens that it may have, if there is one; ``listed``: steps that say it ended; ``last``: its last step
+    with a row, or -1."""
     if request.finished is None:
         message = f"request {request.id} never ended, with {len(request.output)} of {request.max_tokens} tokens"
         yield broken("finished", message, "an end", "none", request=request.id)
         return
-    if request.finished == "length" and len(request.output) != request.max_tokens:
+    room = _room(request, limit)
+    tokens = min(request.max_tokens, room)
+    if request.finished == "length" and room > 0 and len(request.output) != tokens:
         message = f"request {request.id} ended by length"
-        yield broken("output", message, f"{request.max_tokens} output tokens", len(request.output), request=request.id)
+        yield broken("output", message, f"{tokens} output tokens", len(request.output), request=request.id)
+    if limit is not UNSET and (request.finished == "refused") != (room < 1) and request.finished != "abort":
+        message = f"a prompt of {len(request.prompt)} tokens leaves room for {room} more in request {request.id}"
+        expected = "no refusal" if room > 0 else "refused"
+        yield broken("refused", message, expected, request.finished, request=request.id)
     # An aborted request ends before the step that lists it.
     wanted, fits = {
         "length": (f"number {last} alone", listed == [last] and last >= 0),
@@ -126,6 +135,11 @@ def _end(request: TracedRequest, listed: list[int], last: int) -> Iterator[Viola
     if not fits:
         message = f"request {request.id} ended by {request.finished}; its last row is in step number {last}"
         yield broken("finished", f"{message}; steps that say it ended", wanted, listed, request=request.id)
+
+
+def _room(request: TracedRequest, limit: int | UnsetType) -> int:
+    """Most output tokens that its prompt leaves room for."""
+    return request.max_tokens if limit is UNSET else limit - len(request.prompt)
 
 
 def _final(view: View) -> Iterator[Violation]:

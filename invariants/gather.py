@@ -40,9 +40,11 @@ def gather_floor(view: View) -> Iterator[Violation]:
 
 def gather_window(view: View) -> Iterator[Violation]:
     """Each query gathers exactly [max(replay_start, pos-W+1), pos], each row what its queries do, and only once."""
-    if len(view.queries) and not any(reads.per == "query" for reads in view.reads):
-        message = f"no consumer reads a window for any of the {len(view.queries)} scheduled tokens"
-        yield Violation("gather-window", message, expected="a run for each", seen="none", site="consumers")
+    read = {reads.group for reads in view.reads if reads.per == "query"}
+    for group in view.window_groups:
+        if len(view.queries) and group not in read:
+            message = f"no consumer reads a window in group {group} for any of the {len(view.queries)} scheduled tokens"
+            yield Violation("gather-window", message, expected="a run for each", seen="none", site="consumers")
     for reads in view.reads:
         missing, surplus = _unmatched(view, reads)
         for query, more in examples(missing):
@@ -69,10 +71,13 @@ def gather_window(view: View) -> Iterator[Violation]:
 
 def gather_live(view: View) -> Iterator[Violation]:
     """Each gathered slot is the request's own, is allocated, and was last written by it for that position."""
-    if view.window_group is None:
-        return
-    table = view.tables[view.window_group]
     for reads in view.reads:
+        if reads.group is None:
+            if view.window_groups:  # or gating reports that there is none
+                message, groups = f"{reads.consumer}, which is no window group", f"one of {view.window_groups}"
+                yield Violation("gather-live", message, groups, "another", site=f"{reads.consumer}, group")
+            continue
+        table = view.tables[reads.group]
         yield from _uncovered(view, reads)
         row, position, slot = reads.cell_row, reads.cell_position, reads.cell_slot
         block = table.block(row, position)

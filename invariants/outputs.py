@@ -49,7 +49,8 @@ def mix_blind(view: View) -> Iterator[Violation]:
     """A request that runs alone, after the same hit, gives the same bits as in the mix.
 
     Of an arm's entry only requests with one admission and the same hit are comparable. Where a hit may drift, the
-    adopted states have to be those of lives without a hit as well: alone, a cold request computes them.
+    adopted states have to be those of lives without a hit as well: alone, a cold request computes them. Where chunks
+    are trimmed, they have to be those that it gets alone.
     """
     lives = view.trace.admissions
     of_request: dict[int, list[int]] = {}
@@ -59,7 +60,9 @@ def mix_blind(view: View) -> Iterator[Violation]:
     sources = view.lineage if arms and view.may_drift else None
     for index, request, arm in arms:
         mine = of_request.get(index, [])
-        if len(mine) != 1 or lives[mine[0]].hit != arm.hit or _is_trimmed(view, request):
+        if len(mine) != 1 or lives[mine[0]].hit != arm.hit:
+            continue
+        if _is_trimmed(view, request) and not _chunks_of_its_own(view, mine[0]):
             continue
         if sources is not None and any(n == NOBODY or lives[n].hit for n in set(sources[mine[0]].tolist())):
             continue
@@ -95,7 +98,14 @@ def _apart(one: Outputs, other: Outputs, rows: int) -> float:
 
 def _is_trimmed(view: View, request: TracedRequest) -> bool:
     """Whether the request has a chunk whose rows decoder-side replay trims, or may have one in another batch."""
-    return view.decoder_replay and len(request.prompt) + request.max_tokens > view.replay
+    longest = min(len(request.prompt) + request.max_tokens, view.trace.geometry.max_num_batched_tokens)
+    return view.decoder_replay and longest > view.replay
+
+
+def _chunks_of_its_own(view: View, life: int) -> bool:
+    """Whether every chunk of the life but the last takes up all of a step's tokens, as where nobody else is there."""
+    rows = np.flatnonzero((view.admission == life) & view.prefill)
+    return bool((view.scheduled[rows[:-1]] == view.trace.geometry.max_num_batched_tokens).all())
 
 
 def _outputs_before_a_hit(trace: Trace) -> dict[int, int]:

@@ -5,6 +5,7 @@
 Relied upon: a decode computes one token and its drafts, a step that reaches the last known token samples one, and vLLM
 cuts a chunk short for three reasons only: the request's known tokens end, the step's budget is used up, or
 ``long_prefill_token_threshold``, which holds where more than one request is waiting or running when the step begins.
+By priority there is a fourth: a request that is preempted for the chunk, or for a later one, had part of the budget.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def progress(view: View) -> Iterator[Violation]:
     yield from _chain(view)
     yield from _chunks(view, tokens)
     yield from _limits(view)
+    yield from _priorities(view)
     yield from lives(view)
     if not view.trace.faults:  # a run that broke off ends nothing, and no-fault says so
         yield from ends(view)
@@ -95,7 +97,9 @@ def _chunks(view: View, tokens: IntArray) -> Iterator[Violation]:
         yield _at(view, row, "drafts", message, f"at most {most[row]} drafts after them", f"{drafts[row]} drafts")
     total = np.bincount(view.step, view.scheduled, len(view.trace.steps)).astype(np.int64)
     budget = view.trace.geometry.max_num_batched_tokens
-    for row, more in examples((scheduled < want) & (total[view.step] < budget)):
+    by_priority = any(request.priority is not None for request in view.trace.requests)
+    late = np.array([by_priority and bool(step.preempted) for step in view.trace.steps], np.bool_)[view.step]
+    for row, more in examples((scheduled < want) & (total[view.step] < budget) & ~late):
         message = f"a chunk is cut to {scheduled[row]} of {want[row]} tokens, but its step has {total[view.step[row]]}"
         yield _at(view, row, "scheduled", f"{message} of {budget} tokens{more}", want[row], scheduled[row])
 
@@ -118,6 +122,22 @@ def _threshold(view: View) -> IntArray:
         alive[begin : end if request.finished == "abort" else int(view.flight.known_by(end))] += 1
     limits: IntArray = np.where(alive > 1, threshold, _NO_LIMIT)[view.step]
     return limits
+
+
+def _priorities(view: View) -> Iterator[Violation]:
+    """Where requests have priorities, nobody is preempted for one that comes after it; an event may preempt anybody."""
+    trace = view.trace
+    priority = np.array([request.priority or 0 for request in trace.requests], np.int64)
+    if all(request.priority is None for request in trace.requests):
+        return
+    for number, step in enumerate(trace.steps):
+        if not step.preempted or "preempt" in step.events:
+            continue
+        rows = np.flatnonzero(view.step == number)
+        first = priority[step.preempted].min()
+        for row, more in examples(rows[priority[view.request[rows]] > first]):
+            message = f"a request of priority {first} is preempted in a step with one of {priority[view.request[row]]}"
+            yield _at(view, row, "priority", message + more, f"at most {first}", priority[view.request[row]])
 
 
 def _limits(view: View) -> Iterator[Violation]:

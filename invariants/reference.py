@@ -15,8 +15,12 @@ read from vLLM 0.33.0 (block_pool, kv_cache_manager) and owed by its documentati
 * Freeing a block, a preemption included, loses nothing. A cached block is lost when the pool hands it out again, in any
   group: then its id appears newly in a block table. Tables only grow, apart from entries that become null.
 * At least one token is left to compute, and hits end on multiples of every group's block size.
+* By priority, not by arrival, a request may be preempted in a step that had scheduled it already. Blocks that it was
+  handed for that chunk are in no table of the step, though what they held is lost: any block may be, so there are only
+  bounds. It computed nothing, so what it would have computed cannot be hit.
 * With replay off the window group takes part, and what is owed of it is what a prompt sent again needs: the window
-  before the last boundary that such a prompt can hit. What else vLLM keeps is its own affair, so there are only bounds.
+  before the last boundary that such a prompt can hit, and before each multiple of the retention interval if there is
+  one. What else vLLM keeps is its own affair, so there are only bounds.
 
 Imports nothing of vLLM.
 """
@@ -28,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 
 from invariants.cache import PrefixCache
 from invariants.flight import tokens_ahead
@@ -135,9 +140,9 @@ class _Replay:
         self.multiple = hit_multiple(trace)
         kinds = [group.kind for group in trace.groups]
         self.cacheable = kinds.index("cacheable") if "cacheable" in kinds else 0
-        caching = {self.cacheable}
-        if not trace.replay_expected and "window" in kinds:
-            caching.add(kinds.index("window"))
+        self.windows = [group for group, kind in enumerate(kinds) if kind == "window" and not trace.replay_expected]
+        """Window groups that take part in the prefix cache."""
+        caching = (self.cacheable, *self.windows)
         self.ahead = tokens_ahead(trace.geometry)
         self.caches = {
             group: PrefixCache(trace.groups[group].block_size, self.multiple, self.ahead) for group in caching
@@ -151,9 +156,13 @@ class _Replay:
     def run(self) -> list[Prediction | None]:
         admissions = self.trace.admissions
         predictions: list[Prediction | None] = [None] * len(admissions)
+        by_priority = any(request.priority is not None for request in self.trace.requests)
         for step in self.trace.steps:
             if step.processed is not None:
                 self._process(step.processed)
+            if by_priority and step.preempted:
+                for cache in self.caches.values():
+                    cache.doubt()
             for event in step.events:
                 for cache in self.caches.values():
                     if event == "reset_prefix_cache":
@@ -202,8 +211,8 @@ class _Replay:
     def _admit(self, step: Step, row: int, admission: Admission) -> Prediction:
         """Look the request up, before it takes its blocks."""
         low, high = self.caches[self.cacheable].lookup(self._nodes(admission.request, self.cacheable), admission.tokens)
-        doubt = "drop_blocks may have dropped a block of it" if low < high else ""
-        if len(self.caches) > 1:
+        doubt = "drop_blocks, or a chunk that was withdrawn, may have cost a block of it" if low < high else ""
+        if self.windows:
             low, doubt = self._window_hit(admission.request, low), "replay is off, so the window group takes part"
         if not self.trace.requests[admission.request].reads_cache:
             low, high, doubt = 0, 0, ""
@@ -227,15 +236,12 @@ class _Replay:
         return _Life(admission.request, seen, {group: blocks[group] for group in self.caches}, admission.tokens, [])
 
     def _window_hit(self, request: int, most: int) -> int:
-        """Longest hit up to ``most`` whose window is surely cached too."""
-        for group, cache in self.caches.items():
-            if group == self.cacheable:
-                continue
-            nodes = self._nodes(request, group)
-            for hit in range(most, 0, -self.multiple):
-                kept = nodes[slice(*self._kept(hit, cache.block_size))]
-                if kept and all(map(cache.certain, kept)):
-                    return hit
+        """Longest hit up to ``most`` whose window is surely cached too, in every window group."""
+        windows = [(self.caches[group], self._nodes(request, group)) for group in self.windows]
+        for hit in range(most, 0, -self.multiple):
+            kept = [(cache, nodes[slice(*self._kept(hit, cache.block_size))]) for cache, nodes in windows]
+            if all(nodes and all(map(cache.certain, nodes)) for cache, nodes in kept):
+                return hit
         return 0
 
     def _kept(self, boundary: int, block_size: int) -> tuple[int, int]:
@@ -263,16 +269,21 @@ class _Replay:
             if last <= first:
                 continue
             life.registered[group] = last
-            if group != self.cacheable:
-                prompt = len(self.trace.requests[life.request].prompt)
-                kept = self._kept((prompt - 1) // self.multiple * self.multiple, cache.block_size)
-                first, last = max(first, kept[0]), min(last, kept[1])
+            kept = None if group == self.cacheable else self._retained(life.request, end, cache.block_size)
             nodes = self._nodes(life.request, group)[first:last]
             # Without tables a prefix stands for its block: it is never seen to be evicted.
             blocks = life.tables[group][first:last].tolist() if life.tables else [-node for node in nodes]
-            for block, node in zip(blocks, nodes, strict=False):
-                if block != NULL_BLOCK:
+            for index, (block, node) in enumerate(zip(blocks, nodes, strict=False), first):
+                if block != NULL_BLOCK and (kept is None or index in kept):
                     cache.register(block, node)
+
+    def _retained(self, request: int, end: int, block_size: int) -> set[int]:
+        """Window blocks of a request, up to ``end`` tokens of it, that the prefix cache has to keep."""
+        prompt, interval = len(self.trace.requests[request].prompt), self.trace.geometry.retention
+        boundaries = {(prompt - 1) // self.multiple * self.multiple}
+        if interval is None or (interval is not UNSET and interval > 0):
+            boundaries.update(range(0, end + 1, interval or self.multiple))
+        return {block for boundary in boundaries for block in range(*self._kept(boundary, block_size))}
 
     def _nodes(self, request: int, group: int) -> list[int]:
         nodes = self.nodes.get((request, group))

@@ -56,6 +56,14 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     drafter: Literal["mtp", "dspark"] | UnsetType = UNSET
     """Who drafts. mtp, dspark: one with KV of its own, so that slots for ``drafts`` tokens more are reserved; mtp's KV
     at a position depends on the next token. Unset: one without, as ngram."""
+    window_groups: int | UnsetType = UNSET
+    """Sliding-window groups, all alike but for their block tables; unset: one. DeepSeek-V4.1 has four."""
+    retention: int | UnsetType | None = UNSET
+    """Tokens between positions at which the prefix cache keeps a window, where it keeps windows (replay off); None:
+    at every position that a hit can end on; unset: 0, at the ends of prompts only."""
+    max_model_len: int | UnsetType = UNSET
+    """Tokens that a request may have: a prompt that leaves no room for one more is refused, an output ends there;
+    unset: as many as the longest request gets."""
 
 
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -116,7 +124,7 @@ class TracedRequest:
     arrive: int
     """Step before which it was handed to the engine."""
     prompt: IntArray
-    """int32 [prompt length], token ids."""
+    """int32 [prompt length], token ids; of a request that continues another one and was never handed over, its own."""
     max_tokens: int
     output: list[int] = field(default_factory=list)
     """Sampled token ids, in order."""
@@ -126,6 +134,10 @@ class TracedRequest:
     """None where no model runs."""
     reads_cache: bool = True
     """False: it asks for prompt logprobs, of which every row has to be computed, and so looks nothing up."""
+    priority: int | None = None
+    """Lower goes first, and stays when the pool is full; None: requests go in the order in which they arrived."""
+    continues: int | None = None
+    """Index of the request whose prompt and whole output begin this one's prompt."""
 
 
 @dataclass(slots=True)
@@ -200,6 +212,8 @@ class Gathers:
     may run as either, whatever it is."""
     sampled: bool = False
     """Asked in some steps only: where it is absent, nothing is missing."""
+    group: int | None = None
+    """The window group that it reads, as an index into ``Trace.groups``; None: the first one."""
 
 
 @dataclass(slots=True)
@@ -253,6 +267,9 @@ class Step:
     """int32 [rows], drafts that turned out right when the step was executed. The KV of the others is void."""
     delivered: dict[int, int] | None = None
     """Request (index) to tokens that its client got of this step's output, which may be fewer than were sampled."""
+    idled: bool = False
+    """After the step the engine had no request for a while, and so ran a dummy batch, as a data-parallel rank does
+    while others have requests. What that wrote and read is listed with rows of no request."""
 
 
 @dataclass(slots=True)

@@ -52,6 +52,8 @@ class Reads:
     serves: Literal["all", "prefills", "decodes"]
     asked: BoolArray
     """[rows] of the trace: whether the consumer was asked in the row's step."""
+    group: int | None
+    """Index of the window group that it reads; None: there is none."""
 
 
 @dataclass(slots=True)
@@ -101,7 +103,7 @@ class View:
         self.query_position: IntArray = np.arange(len(self.query_row)) - starts[self.query_row]
         self.queries = key(self.query_row, self.query_position)
         """[queries] ascending"""
-        self.window_group = next((i for i, group in enumerate(trace.groups) if group.kind == "window"), None)
+        self.window_groups = [i for i, group in enumerate(trace.groups) if group.kind == "window"]
         self.tables = [
             Table([step.tables[group] if step.tables else [_NO_BLOCKS] * len(step.request) for step in steps], spec)
             for group, spec in enumerate(trace.groups)
@@ -111,13 +113,15 @@ class View:
     def _reads(self) -> list[Reads]:
         parts: dict[Any, list[tuple[int, Gathers]]] = {}
         if self.decoder_replay:  # owed, even if it never comes
-            parts = {(DECODER_FIRST, "query", "all"): [], (DECODER_REST, "query", "all"): []}
+            parts = {(DECODER_FIRST, "query", "all", None): [], (DECODER_REST, "query", "all", None): []}
         for index, step in enumerate(self.trace.steps):
             for gathers in step.gathers:
-                parts.setdefault((gathers.consumer, gathers.per, gathers.serves), []).append((index, gathers))
+                kind = gathers.consumer, gathers.per, gathers.serves, gathers.group
+                parts.setdefault(kind, []).append((index, gathers))
+        first = next(iter(self.window_groups), None)
         return [
             Reads(
-                consumer,
+                consumer if group is None else f"{consumer} of group {group}",
                 per,
                 self._rows([(step, g.row) for step, g in part]),
                 self._join([g.position for _, g in part]),
@@ -132,8 +136,9 @@ class View:
                 self._kept_queries if consumer in (DECODER_FIRST, DECODER_REST) else self.queries,
                 serves,
                 self._asked(part),
+                first if group is None else group if group in self.window_groups else None,
             )
-            for (consumer, per, serves), part in parts.items()
+            for (consumer, per, serves, group), part in parts.items()
         ]
 
     def _asked(self, part: list[tuple[int, Gathers]]) -> BoolArray:

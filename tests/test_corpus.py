@@ -119,6 +119,10 @@ BAD = {
     "huge": (change('"num_blocks": 32', '"num_blocks": 1' + "0" * 5000), "at `$.geometry.num_blocks`"),
     "prompt": (change('["s", 0, 10]', '["s", 10, 10]'), "empty slice 10..10 - at `$.requests[0].prompt[0]`"),
     "name": (change('"id": "r"', '"id": "../r"'), "at `$.requests[0].id`"),
+    "window groups": (change('"window": 4', '"window": 4, "window_groups": 5'), "at `$.geometry.window_groups`"),
+    "retention": (change('"window": 4', '"window": 4, "retention": -1'), "at `$.geometry.retention`"),
+    "length": (change('"window": 4', '"window": 4, "max_model_len": 1'), "at `$.geometry.max_model_len`"),
+    "priority": (change('"id": "r"', '"id": "r", "priority": -70000'), "at `$.requests[0].priority`"),
     "nesting": ("[" * 100_000, ""),
 }
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from msgspec import UNSET
 
 from fuzz.edges import EDGES, common_prefix, edges
 from invariants.trace import Admission, Geometry, Group, Step, Trace, TracedRequest
@@ -44,8 +45,13 @@ class Run:
     preempted: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, list[int]] = field(default_factory=dict)
     aborted: tuple[int, ...] = ()
+    continues: dict[int, int] = field(default_factory=dict)
     events: dict[int, list[str]] = field(default_factory=dict)
-    sizes: dict[str, int | bool] = field(default_factory=dict)
+    idled: tuple[int, ...] = ()
+    priorities: tuple[int | None, ...] = ()
+    arrivals: tuple[int, ...] = ()
+    refused: tuple[int, ...] = ()
+    sizes: dict[str, int | bool | None] = field(default_factory=dict)
 
     def trace(self) -> Trace:
         defaults = {"window": 4, "block_size": 4, "swa_block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 32}
@@ -60,13 +66,22 @@ class Run:
             ],
             groups=[
                 Group("cacheable", geometry.block_size, True, 0),
-                Group("window", geometry.swa_block_size, not replay, geometry.window if replay else 0),
+                *[Group("window", geometry.swa_block_size, not replay, geometry.window if replay else 0)]
+                * (geometry.window_groups if geometry.window_groups is not UNSET else 1),
             ],
             replay_expected=replay,
             kernels="none",
         )
+        for request, priority in zip(trace.requests, self.priorities, strict=False):
+            request.priority = priority
+        for request, arrive in zip(trace.requests, self.arrivals, strict=False):
+            request.arrive = arrive
+        for request in self.refused:
+            trace.requests[request].finished = "refused"
         for request in self.aborted:
             trace.requests[request].finished = "abort"
+        for request, earlier in self.continues.items():
+            trace.requests[request].continues = earlier
         for index, rows in enumerate(self.rows):
             trace.steps.append(self._step(index, rows))
         for life, (request, hit) in enumerate(self.lives):
@@ -89,10 +104,14 @@ class Run:
             scheduled=ints(row.scheduled for row in rows),
             prefill=np.array([row.prefill for row in rows], bool),
             replay_start=ints(0 for _ in rows),
-            tables=[[ints(row.blocks) for row in rows], [ints([]) for _ in rows]],
+            tables=[
+                [ints(row.blocks) for row in rows],
+                *[[ints([]) for _ in rows]] * (self.sizes.get("window_groups", 1)),
+            ],
             preempted=self.preempted.get(index, []),
             finished=self.finished.get(index, []),
             events=self.events.get(index, []),
+            idled=index in self.idled,
         )
 
 
@@ -246,6 +265,67 @@ SCENARIOS: dict[str, tuple[Run, set[str]]] = {
         ),
         HIT_12 | {"preempted", "preempted-then-hit", "resumed-replays-output", "resumed-elsewhere", "several-depths"},
     ),
+    "replay off, and every window is kept": (
+        Run(
+            [LONG, "aaaabbbbxy"],
+            [(0, 0), (1, 4)],
+            [COLD, [Row(1, 4, 6, [1, 5, 6])]],
+            sizes={"replay": False, "retention": None},
+        ),
+        {"replay-off-hit", "retained-hit"},
+    ),
+    "replay on, and every window would be kept": (
+        Run([LONG, LONG], [(0, 0), (1, 12)], [COLD, [Row(1, 8, 5, [1, 2, 3, 5])]], sizes={"retention": 4}),
+        HIT_12 | {"retention-beside-replay"},
+    ),
+    "a prompt that is refused": (
+        Run(["aaa", LONG], [(0, 0)], [[Row(0, 0, 3, [1])]], refused=(1,), sizes={"max_model_len": 13}),
+        {"prompt-refused"},
+    ),
+    "an output that is cut": (
+        Run(["aaa"], [(0, 0)], [[Row(0, 0, 3, [1])]], outputs={0: "b"}, finished={0: [0]}, sizes={"max_model_len": 4}),
+        {"output-cut"},
+    ),
+    "preempted three times": (
+        Run(
+            ["aaa"],
+            [(0, 0)] * 4,
+            [[Row(life, 0, 3, [1])] for life in range(4)],
+            preempted={1: [0], 2: [0], 3: [0]},
+        ),
+        {"preempted", "preempted-repeatedly"},
+    ),
+    "by priority the second one of three goes last": (
+        Run(
+            ["aaa", "bbb", "ccc"],
+            [(0, 0), (2, 0), (1, 0)],
+            [[Row(0, 0, 3, [1])], [Row(0, 3, 1, [1], False), Row(1, 0, 3, [2])], [Row(2, 0, 3, [3])]],
+            priorities=(0, 1, 0),
+            arrivals=(0, 0, 1),
+        ),
+        {"overtaken"},
+    ),
+    "by priority the first one makes room": (
+        Run(
+            ["aaa", "bbb"],
+            [(0, 0), (1, 0), (0, 0)],
+            [[Row(0, 0, 3, [1])], [Row(1, 0, 3, [2])], [Row(1, 3, 1, [2], False)], [Row(2, 0, 3, [3])]],
+            preempted={2: [0]},
+            priorities=(1, None),
+        ),
+        {"preempted", "preempted-by-priority"},
+    ),
+    "resumed without the hit that it had": (
+        Run(
+            [LONG, LONG],
+            [(0, 0), (1, 12), (1, 0)],
+            [COLD, [Row(1, 8, 5, [1, 2, 3, 5])], [Row(2, 0, 14, [6, 7, 8, 9])]],
+            outputs={1: "w"},
+            preempted={2: [1]},
+            events={2: ["preempt", "drop_blocks"]},
+        ),
+        HIT_12 | {"preempted", "resumed-cold-after-replay", "drop-blocks", "dropped-then-miss"},
+    ),
     "evicted by another prompt": (
         Run(
             [LONG, "xyz", LONG],
@@ -286,6 +366,21 @@ SCENARIOS: dict[str, tuple[Run, set[str]]] = {
         Run([LONG, LONG], [(0, 0), (1, 12)], [COLD, [Row(1, 7, 6, [1, 2, 3, 5])]], sizes={"window": 5}),
         HIT_12 | {"replay-start-mid-block", "replay-start-retired"},
     ),
+    "idle before anything is cached": (Run(["aaa"], [(0, 0)], [[Row(0, 0, 3, [1])]], idled=(0,)), set()),
+    "idle while blocks are cached": (Run([LONG], [(0, 0)], [COLD], idled=(0,)), {"idle-batch-over-cached-blocks"}),
+    "a window block of two blocks": (
+        Run([LONG, LONG], [(0, 0), (1, 8)], [COLD, [Row(1, 4, 9, [1, 2, 5, 6])]], sizes={"swa_block_size": 8}),
+        (HIT_12 - {"one-token-tail"}) | {"hit-smallest-adopted", "replay-start-mid-block", "window-block-larger"},
+    ),
+    "blocks of four and of three": (
+        Run([LONG, LONG], [(0, 0), (1, 12)], [COLD, [Row(1, 8, 5, [1, 2, 3, 5])]], sizes={"swa_block_size": 3}),
+        HIT_12
+        | {"hit-smallest-adopted", "replay-start-mid-block", "replay-start-retired", "window-block-not-dividing"},
+    ),
+    "two window groups": (
+        Run([LONG, LONG], [(0, 0), (1, 12)], [COLD, [Row(1, 8, 5, [1, 2, 3, 5])]], sizes={"window_groups": 2}),
+        HIT_12 | {"several-window-groups"},
+    ),
     "a replay in a step of 1,024 tokens": (
         Run(
             [LONG, LONG, "x" * 1019],
@@ -294,6 +389,22 @@ SCENARIOS: dict[str, tuple[Run, set[str]]] = {
             sizes={"max_num_batched_tokens": 2048},
         ),
         HIT_12 | {"burst", "cold-beside-replay", "replay-in-large-step"},
+    ),
+    "two more turns after five outputs, the last of which fills a block": (
+        Run(
+            ["aaaabbb", "aaaabbbbcwxyz", "aaaabbbbcwxyzv"],
+            [(0, 0), (1, 8), (2, 12)],
+            [
+                [Row(0, 0, 7, [1, 2])],
+                *([Row(0, at, 1, [1, 2, 3], False)] for at in (7, 8, 9, 10)),
+                [Row(1, 4, 9, [1, 2, 4, 5])],
+                [Row(2, 8, 6, [1, 2, 4, 6])],
+            ],
+            outputs={0: "bcwxy"},
+            continues={1: 0, 2: 1},
+        ),
+        {"hit-above-window", "hit-smallest-adopted", "several-depths", "divergence-in-last-block"}
+        | {"continued", "continued-hits-output", "continued-hit-on-hit", "continued-stops-short"},
     ),
 }
 

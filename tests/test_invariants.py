@@ -8,13 +8,14 @@ import ast
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import traces
-from breaks import ALL_BREAKS, CACHEABLE, gathers, put, writes
+from breaks import ALL_BREAKS, CACHEABLE, gathers, put, table, writes
 
 import invariants
 from invariants import INVARIANTS, judge
-from invariants.trace import Fault, Trace
+from invariants.trace import Fault, Gathers, Trace
 from invariants.view import EXAMPLES
 
 
@@ -96,6 +97,46 @@ def test_the_threshold_does_not_bind_a_request_that_is_alone():
     assert [(v.step, v.expected) for v in over] == [(2, "1 to 6 tokens")]
 
 
+def test_a_request_ends_at_the_longest_that_is_allowed():
+    """The prime has 10 tokens and samples 4, the query 13 and 2."""
+    trace = traces.prime_then_hit()
+    trace.geometry = traces.geometry(max_model_len=15)
+    assert judge(trace) == []
+    trace.geometry = traces.geometry(max_model_len=14)  # so the query may sample 1
+    assert found(trace) == {("progress", "output")}
+    trace.geometry = traces.geometry(max_model_len=13)  # and is to be refused
+    assert ("progress", "refused") in found(trace)
+
+
+def test_nobody_else_is_refused():
+    trace = traces.prime_then_hit()
+    trace.requests.append(replace(traces.request("more", 4, range(13), []), finished="refused"))
+    trace.geometry = traces.geometry(max_model_len=15)
+    assert found(trace) == {("progress", "refused")}
+    trace.requests[-1].prompt = traces.ints(*range(15))
+    assert judge(trace) == []
+
+
+def test_by_priority_nobody_is_preempted_for_one_that_comes_after_it():
+    trace = traces.prime_then_hit()
+    trace.steps[3].preempted = [0]  # beside row 1, the query
+    trace.requests[0].priority, trace.requests[1].priority = 1, 1
+    assert ("progress", "priority") not in found(trace)
+    trace.requests[1].priority = 2
+    assert ("progress", "priority") in found(trace)
+    trace.steps[3].events = ["preempt"]
+    assert ("progress", "priority") not in found(trace)
+
+
+def test_by_priority_a_withdrawn_chunk_may_have_had_part_of_the_budget():
+    trace = traces.preempted_then_hit()
+    trace.geometry = traces.geometry(max_num_batched_tokens=7)
+    trace.steps[2].scheduled[0], trace.admissions[1].scheduled = 5, 5
+    assert ("progress", "scheduled") in found(trace)
+    trace.requests[0].priority = 1
+    assert ("progress", "scheduled") not in {(v.invariant, v.site) for v in judge(trace) if v.step == 2}
+
+
 def test_a_run_that_broke_off_is_reported_once(trace: Trace):
     trace.faults.append(Fault("exception", 3, "AssertionError: no blocks"))
     trace.final = None
@@ -113,6 +154,45 @@ def test_a_run_that_broke_off_at_once(steps: list[list[traces.Row]]):
     assert found(trace) == {("progress", "finished")}
     trace.faults.append(Fault("hang", 0, "nothing was scheduled"))
     assert found(trace) == {("no-fault", "hang")}
+
+
+def second(trace: Trace) -> Gathers:
+    """What paged-index reads in the second window group."""
+    return gathers(trace, 0, 2)
+
+
+def stores(trace: Trace, group: int) -> np.ndarray:
+    return writes(trace, group, 0).slot
+
+
+READS = "paged-index of group 2"
+SECOND_GROUP_BREAKS = {
+    "its slots hold another position": ("gather-live", f"{READS}, stale", lambda t: put(second(t).cell_written, 0, 9)),
+    "it is read through the first one's table": (
+        "gather-live", READS, lambda t: put(second(t).cell_slot, 0, gathers(t, 0).cell_slot[0]),
+    ),
+    "its windows begin elsewhere": ("gather-agree", READS, lambda t: put(second(t).first, 1, 5)),
+    "a window of it is short": ("gather-window", READS, lambda t: put(second(t).first, 5, 7)),
+    "it is read from below replay_start": ("gather-floor", READS, lambda t: put(second(t).first, 0, 3)),
+    "nobody reads it": ("gather-window", "consumers", lambda t: t.steps[0].gathers.__delitem__(slice(2, None))),
+    "a replayed token is not written there": ("write-fence", "group 2", lambda t: put(stores(t, 2), 0, -1)),
+    "it is written in the first one's block": (
+        "write-fence", "group 2", lambda t: put(stores(t, 2), 0, stores(t, 1)[0]),
+    ),
+    "it is not there": ("gather-live", "paged-index of group 3, group", lambda t: setattr(second(t), "group", 3)),
+    "its table shares a block with the first one's": (
+        "write-fence", "group 2, table", lambda t: put(table(t, 2, 0, 0), 2, table(t, 1, 0, 0)[2]),
+    ),
+    "it is in the prefix cache": ("gating", "group 2", lambda t: setattr(t.groups[2], "prefix_cacheable", True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SECOND_GROUP_BREAKS)
+def test_a_second_window_group_is_judged_like_the_first(name: str):
+    trace = traces.two_window_groups()
+    invariant, site, break_it = SECOND_GROUP_BREAKS[name]
+    break_it(trace)
+    assert (invariant, site) in found(trace)
 
 
 def test_messages_can_be_understood_alone(trace: Trace):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
-"""The known finding of the null block covers what it explains, and nothing beside it."""
+"""The known findings cover what they explain, and nothing beside it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fuzz import corpus, known
 from fuzz.engines.base import Engine
 from invariants import judge
 from invariants.trace import NULL_BLOCK, Trace
+from invariants.view import View
 
 OUTPUTS = {"output-match", "poison-blind"}
 
@@ -55,3 +56,37 @@ def test_wrong_outputs_of_a_request_that_replays_from_elsewhere_are_news(shared:
     news, old = known.split(wrong, shared)
     assert news == wrong
     assert not old
+
+
+@pytest.fixture
+def withdrawn(engine: Engine) -> Trace:
+    """A request adopts a block of a chunk of its own that had been withdrawn."""
+    (path,) = [path for path in corpus.files(corpus.folder("scheduler", "known")) if "withdrawn" in path.name]
+    return engine.run(corpus.read(path), brisk=True)
+
+
+def test_a_hit_on_a_withdrawn_chunk_is_known(withdrawn: Trace):
+    news, old = known.split(judge(withdrawn), withdrawn)
+    assert not news
+    assert {violation.site for violation in old["withdrawn-chunk-cached"]} == {"hit", "adopted block"}
+
+
+def test_without_a_withdrawal_by_priority_it_is_news(withdrawn: Trace):
+    for request in withdrawn.requests:
+        request.priority = None
+    news, old = known.split(judge(withdrawn), withdrawn)
+    assert news
+    assert not old
+
+
+def test_a_hit_on_what_was_computed_but_is_gone_is_news(withdrawn: Trace):
+    """Position 0 was computed long before the chunk was withdrawn: that it is not there is another matter."""
+    found = judge(withdrawn)
+    for step in withdrawn.steps:
+        for writes in step.writes:
+            writes.slot = writes.slot.copy()
+    first = withdrawn.steps[0].writes[0]
+    first.slot[0] = -1
+    assert View(withdrawn).lineage[2][0] < 0
+    news, _ = known.split(found, withdrawn)
+    assert news == found

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     {"invariants", "fuzz.triton_cpu"},
     {"fuzz.case", "fuzz.amdgcn", "fuzz.flights"},
-    {"fuzz.strategies", "fuzz.corpus", "fuzz.edges", "fuzz.known", "fuzz.probe", "fuzz.mutation"},
+    {"fuzz.strategies", "fuzz.corpus", "fuzz.edges", "fuzz.known", "fuzz.probe", "fuzz.mutation", "fuzz.fixed"},
     {"fuzz.engines", "fuzz.corners"},
     {"fuzz.run"},
     {"fuzz.hunt", "fuzz.options"},

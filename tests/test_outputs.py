@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import traces
@@ -152,11 +153,11 @@ class TestNoCache:
         for arm in (None, *exact.arms):
             outputs(exact, arm=arm).logprobs[0, 0] = value
         assert found(exact) == [
-            ("output-match", "no-cache", "query", 13),
-            ("output-match", "dense", "query", 13),
             ("poison-blind", "twice", "query", 13),
             ("poison-blind", "poison", "query", 13),
             ("mix-blind", "alone", "query", 13),
+            ("output-match", "no-cache", "query", 13),
+            ("output-match", "dense", "query", 13),
         ]
 
     def test_signed_zeros_differ(self, exact: Trace):
@@ -297,6 +298,14 @@ class TestMixBlind:
         trace = with_model(traces.preempted_then_hit())
         flip(outputs(trace, 0, "alone").logprobs, 0, 0)
         assert list(mix_blind(View(trace))) == []
+
+    @pytest.mark.parametrize(("budget", "comparable"), [(8, False), (7, True), (4, True)])
+    def test_nor_are_other_trimmed_chunks(self, budget: int, comparable: bool):
+        """The query's are 7 and 2 tokens long: its own in steps of 7. In steps of W = 4, none would be trimmed."""
+        trace = with_model(traces.prime_then_hit(), "decoder")
+        flip(outputs(trace, arm="alone").logprobs, 0, 0)
+        trace.geometry = msgspec.structs.replace(trace.geometry, max_num_batched_tokens=budget)
+        assert [v.request for v in mix_blind(View(trace))] == ["query"] * comparable
 
     def test_nor_is_a_deep_hit_of_what_a_hit_computed(self, deep: Trace):
         flip(outputs(deep, arm="alone").logprobs, 0, 0)

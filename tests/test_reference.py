@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import traces
+from msgspec import UNSET
 from traces import Row
 
 from invariants import reference
@@ -195,6 +196,16 @@ def test_dropped_blocks_leave_bounds_until_someone_adopts_them():
     assert predict(trace)[-1] == Prediction(12, 12, "", None)
 
 
+def test_by_priority_a_withdrawn_chunk_may_have_taken_any_block():
+    trace = shared_thrice([4, 5, 6])
+    trace.steps[2].preempted = [0]
+    assert predict(trace)[-1] == Prediction(12, 12, "", None)
+    trace.requests[0].priority = 1
+    found = predict(trace)[-1]
+    assert (found.low, found.high) == (0, 12)
+    assert "withdrawn" in found.doubt
+
+
 def test_blocks_cached_after_a_drop_are_certain():
     trace = shared_thrice([4, 5, 6])
     trace.steps[0].events = ["drop_blocks"]
@@ -298,3 +309,24 @@ def test_decoder_side_replay_by_hand():
     assert floors == [5, 0, 0, 0, 17]
     # A replay that starts within the last window of its chunk: the later bound holds.
     assert int(reference.decoder_floor(18, 21, True, 4)) == 18
+
+
+@pytest.mark.parametrize(("interval", "low"), [(UNSET, 0), (0, 0), (None, 4), (4, 4), (8, 0)])
+def test_without_replay_a_retention_interval_keeps_more_windows(interval: int | None, low: int):
+    """The prime of 9 tokens keeps the window before 8. A prompt of 8 may hit 4, before which intervals of 4 keep one:
+    positions 1 to 3, in its window blocks 0 and 1."""
+    trace = traces.replay_off()
+    trace.geometry = traces.geometry(replay=False, retention=interval)
+    trace.requests[1].prompt = traces.ints(*range(100, 108))
+    trace.admissions[1].tokens = 8
+    assert (predict(trace)[-1].low, predict(trace)[-1].high) == (low, 4)
+
+
+@pytest.mark.parametrize(("kept", "low"), [([0, 0, 15, 16, 20], 8), ([0, 0, 0, 16, 20], 0)])
+def test_without_replay_a_hit_needs_the_window_of_every_group(kept: list[int], low: int):
+    """A second window group has the window before 8 in blocks 15 and 16, or has lost one of them when they are full."""
+    trace = traces.replay_off()
+    trace.groups.append(trace.groups[traces.WINDOW])
+    for step, table in zip(trace.steps, ([13, 14, *kept[2:4]], kept, [0, 0, 15, 16, 18]), strict=True):
+        step.tables.append([traces.ints(*table)])
+    assert (predict(trace)[-1].low, predict(trace)[-1].high) == (low, 8)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from fuzz.case import Case, Event, Request
 from fuzz.engines.base import Engine, Refused
 from fuzz.strategies import cases
+from invariants import judge
 from invariants.trace import Geometry, Trace
 
 GEOMETRY = Geometry(window=4, block_size=4, swa_block_size=2, num_blocks=40, max_num_batched_tokens=8, max_num_seqs=4)
@@ -47,6 +48,27 @@ def test_a_hit_is_replayed_from_its_last_window(engine: Engine) -> None:
         "preempted_hits": 0,
         "cached_tokens": 16,
     }
+
+
+IDLE_BETWEEN = case(
+    Request(id="prime", arrive=0, prompt=(("s", 0, 20),)), Request(id="hit", arrive=9, prompt=(("s", 0, 20),))
+)
+
+
+def test_an_engine_without_requests_runs_a_dummy_batch(engine: Engine) -> None:
+    trace = engine.run(IDLE_BETWEEN)
+    assert [step.idled for step in trace.steps] == [False, False, True, False]
+    assert judge(trace) == []
+    assert not any(step.idled for step in engine.run(IDLE_BETWEEN, brisk=True).steps)
+
+
+def test_a_dummy_batch_that_writes_where_the_last_one_wrote_is_seen(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+    monkeypatch.setattr(BlockTables, "get_dummy_slot_mappings", lambda self, tokens: self.slot_mappings[:, :tokens])
+    assert "write-fence" in {found.invariant for found in judge(engine.run(IDLE_BETWEEN))}
 
 
 def test_events_take_effect(engine: Engine) -> None:

@@ -94,7 +94,13 @@ def test_a_regular_list_is_one_run_a_query(shadow: ShadowGroup) -> None:
 def test_a_hole_makes_two_runs(shadow: ShadowGroup) -> None:
     gathers = gather(shadow, [3], [[7, -1, 11]], [3])
     assert runs(gathers) == [(3, 1, 1), (3, 3, 3)]
-    assert cells(gathers) == [(1, 7, 0, 1), (3, 11, 0, 3)]
+    assert cells(gathers) == [(1, 7, 0, 1), (2, -1, NOBODY, -1), (3, 11, 0, 3)]
+
+
+def test_a_filler_inside_the_length_is_read(shadow: ShadowGroup) -> None:
+    gathers = gather(shadow, [2, 3], [[-1, 7, 10], [7, 10, 11]], [3, 3])
+    assert runs(gathers) == [(2, 1, 2), (3, 1, 3)]
+    assert (0, -1, NOBODY, -1) in cells(gathers)
 
 
 def test_a_stale_entry_past_the_length_is_read_past_the_query(shadow: ShadowGroup) -> None:

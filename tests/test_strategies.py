@@ -12,12 +12,14 @@ from hypothesis import HealthCheck, Phase, find, given, seed, settings
 from hypothesis import strategies as st
 
 from fuzz.case import Case, check, decode, encode
-from fuzz.corners import with_crowds
+from fuzz.corners import cases_for, with_crowds, with_single_tokens
 from fuzz.edges import EDGES, edges
 from fuzz.engines.base import Engine
 from fuzz.strategies import PROFILES, SMALL_SIZES, Sizes, blocks_needed, cases, replay_start_can_be_null
 
-BEYOND_SMALL = {"replay-start-mid-block", "replay-start-retired", "replay-in-large-step"}
+NEED_WORKER = {"idle-batch-over-cached-blocks"}
+"""Edges that a brisk run does not have."""
+BEYOND_SMALL = {"replay-start-retired", "replay-in-large-step"}
 """Edges that no small case can reach: they need sizes that do not divide, or more tokens than a small case has."""
 
 
@@ -111,12 +113,12 @@ def test_shrinking_keeps_only_what_matters() -> None:
 @pytest.mark.slow_test
 def test_small_cases_reach_every_edge(engine: Engine) -> None:
     reached: dict[str, int] = dict.fromkeys(EDGES, 0)
-    for case in sample(cases("small"), 2000):
+    for case in sample(cases_for("scheduler", "small"), 2000):
         trace = engine.run(case, brisk=True)
         assert not trace.faults, encode(case).decode()
         for edge in edges(trace):
             reached[edge] += 1
-    assert {edge for edge, count in reached.items() if not count} == BEYOND_SMALL
+    assert {edge for edge, count in reached.items() if not count} == BEYOND_SMALL | NEED_WORKER
 
 
 @pytest.mark.slow_test
@@ -140,3 +142,15 @@ def test_crowds_fit_into_a_step_and_into_a_file():
         assert decode(encode(case)) == case
     assert 1030 in sizes
     assert any(4 < size < 9 for size in sizes)  # a chunk of the ROCm layer's prefills has four
+
+
+def test_chunks_of_one_token_end_with_the_longest_prompt_again():
+    made = [
+        case for case in sample(with_single_tokens(cases("small")), 900) if case.requests[-1].id.startswith("again")
+    ]
+    assert {case.geometry.max_num_batched_tokens for case in made} == {1, 2, 3}
+    for case in made:
+        check(case)
+        again = [request for request in case.requests if request.id.startswith("again")]
+        assert len(again) == case.geometry.max_num_seqs
+        assert len(again[0]) == max(map(len, case.requests))

@@ -50,7 +50,7 @@ def full() -> Trace:
     """A trace in which nothing is left at its default."""
     outputs = Outputs(ints(7), ints(7, 8).reshape(1, 2), NANS[:2].reshape(1, 2), ints(3), NANS[2:3], hit=16)
     runs, cells = (ints(0), ints(9), ints(6), ints(9)), (ints(0), ints(6), longs(1 << 40), ints(-1), ints(-1))
-    gathers = Gathers("combine", "query", *runs, *cells, serves="prefills", sampled=True)
+    gathers = Gathers("combine", "query", *runs, *cells, serves="prefills", sampled=True, group=1)
     step = Step(
         index=3,
         request=ints(0),
@@ -65,6 +65,7 @@ def full() -> Trace:
         preempted=[0],
         finished=[0],
         events=["preempt"],
+        idled=True,
     )
     digests = np.array([(1 << 64) - 1], np.uint64)
     return Trace(
@@ -78,7 +79,9 @@ def full() -> Trace:
             max_num_seqs=2,
             replay=False,
         ),
-        requests=[TracedRequest("r", 2, ints(3, 4), 5, [6, 7], "abort", outputs, reads_cache=False)],
+        requests=[
+            TracedRequest("r", 2, ints(3, 4), 5, [6, 7], "abort", outputs, reads_cache=False, priority=3, continues=0)
+        ],
         groups=[Group("window", 2, False, 4)],
         replay_expected=True,
         kernels="compiled",

@@ -9,7 +9,7 @@ the trace's own classes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,7 +36,7 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def geometry(**changes: int | bool) -> Geometry:
+def geometry(**changes: object) -> Geometry:
     sizes = {
         "window": W,
         "block_size": BLOCK,
@@ -262,4 +262,24 @@ def hit_in_the_same_step() -> Trace:
     return trace
 
 
-GOOD = {make.__name__: make for make in (prime_then_hit, preempted_then_hit, replay_off, hit_in_the_same_step)}
+def two_window_groups() -> Trace:
+    """``hit_in_the_same_step`` with a second window group, whose blocks are 16 higher than the first one's."""
+    trace = hit_in_the_same_step()
+    trace.groups.append(replace(trace.groups[WINDOW]))
+    for step in trace.steps:
+        step.tables.append([np.where(table > 0, table + 16, table) for table in step.tables[WINDOW]])
+        own = step.writes[WINDOW]
+        step.writes.append(Writes(2, own.row.copy(), own.position.copy(), own.slot + 16 * SWA_BLOCK))
+        for gathers in list(step.gathers):
+            more = replace(gathers, group=2, cell_slot=gathers.cell_slot + 16 * SWA_BLOCK)
+            for name in ("row", "position", "first", "last", "cell_row", "cell_position", "cell_writer"):
+                setattr(more, name, getattr(gathers, name).copy())
+            more.cell_written = gathers.cell_written.copy()
+            step.gathers.append(more)
+    return trace
+
+
+GOOD = {
+    make.__name__: make
+    for make in (prime_then_hit, preempted_then_hit, replay_off, hit_in_the_same_step, two_window_groups)
+}

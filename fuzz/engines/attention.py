@@ -191,9 +191,9 @@ class AttendingWorker(Worker):
     def step(self, scheduled: Scheduled) -> Batch | None:
         """See ``Worker.step``. What attention reads is among the batch's lists."""
         batch = super().step(scheduled)
-        if batch is None or self._consumers is None:
+        if batch is None or not self._consumers:
             return batch
-        metadata = self._consumers.rocm_metadata()
+        metadata = self._consumers[0].rocm_metadata()
         names = np.repeat(batch.request_ids, batch.scheduled)
         tokens = np.array([self._tokens_of(name)[at] for name, at in zip(names, batch.positions, strict=True)])
         done = {}

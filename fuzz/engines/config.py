@@ -78,6 +78,8 @@ def vllm_config(case: Case) -> Any:
     scheduler.max_num_scheduled_tokens = geometry.max_num_batched_tokens
     scheduler.max_num_seqs = geometry.max_num_seqs
     scheduler.long_prefill_token_threshold = geometry.long_prefill_token_threshold
+    by_priority = any(request.priority is not UNSET for request in case.requests)
+    scheduler.policy = "priority" if by_priority else "fcfs"
     config.model_config.max_model_len = scheduler.max_model_len = case.max_model_len
     config.model_config.hf_config.sliding_window = geometry.window
     config.cache_config.block_size = geometry.block_size
@@ -87,6 +89,7 @@ def vllm_config(case: Case) -> Any:
         raise Refused(f"a step of {geometry.max_num_batched_tokens} tokens has no room for {geometry.drafts} drafts")
     scheduler.async_scheduling = geometry.async_scheduling is not UNSET
     config.speculative_config = None if geometry.drafts is UNSET else _speculation(config, geometry)
+    config.cache_config.prefix_cache_retention_interval = 0 if geometry.retention is UNSET else geometry.retention
     try:
         scheduler.verify_max_model_len(case.max_model_len)
     except ValueError as error:
@@ -118,6 +121,21 @@ def _speculation(config: Any, geometry: Geometry) -> Any:
     return speculation
 
 
+def accepts(config: Any, prompt: int) -> bool:
+    """Whether vLLM's front-end takes a prompt of so many tokens."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    processor: Any = object.__new__(InputProcessor)
+    processor.model_config = config.model_config
+    processor.supports_mm_inputs = processor.skip_prompt_length_check = False
+    try:
+        processor._validate_prompt_len(prompt, "decoder")
+    except VLLMValidationError:
+        return False
+    return True
+
+
 def versions(kernels: str) -> dict[str, str]:
     """Of vLLM, torch and Triton, and what executes the kernels."""
     import torch
@@ -143,23 +161,21 @@ def one_line(error: Exception) -> str:
 
 
 def kv_cache_config(config: Any, geometry: Geometry) -> Any:
-    """vLLM's KVCacheConfig with the two kinds of group: one cacheable, one window group (in this order)."""
+    """vLLM's KVCacheConfig with the two kinds of group: one cacheable group, then the window groups."""
     import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
     sizes: dict[str, Any] = {"num_kv_heads": 1, "head_size": HEAD_DIM, "dtype": torch.bfloat16}
-    groups = [
-        KVCacheGroupSpec(["cacheable"], MLAAttentionSpec(block_size=geometry.block_size, **sizes)),
-        KVCacheGroupSpec(
-            ["window"],
-            SlidingWindowMLASpec(
-                block_size=geometry.swa_block_size,
-                sliding_window=geometry.window,
-                bounded_replay=config.cache_config.swa_bounded_replay,
-                **sizes,
-            ),
-        ),
-    ]
+    windows = 1 if geometry.window_groups is UNSET else geometry.window_groups
+    groups = [KVCacheGroupSpec(["cacheable"], MLAAttentionSpec(block_size=geometry.block_size, **sizes))]
+    for number in range(windows):
+        window = SlidingWindowMLASpec(
+            block_size=geometry.swa_block_size,
+            sliding_window=geometry.window,
+            bounded_replay=config.cache_config.swa_bounded_replay,
+            **sizes,
+        )
+        groups.append(KVCacheGroupSpec([f"window {number}"], window))
     # As EngineCore settles it once the groups are known.
     config.cache_config.block_size = min(
         group.kv_cache_spec.block_size for group in groups if group.kv_cache_spec.prefix_cacheable

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 
 from fuzz.case import Case, Request
 from fuzz.engines import config as vllm_setup
@@ -24,7 +25,7 @@ from fuzz.engines.base import Refused, Unavailable
 from fuzz.engines.drive import Driver, Scheduled
 from fuzz.probe.batch import Batch
 from fuzz.probe.recorder import recorder
-from invariants.trace import Geometry, Outputs, Probe
+from invariants.trace import Geometry, IntArray, Outputs, Probe
 
 ARM_OPTIONS: dict[str, dict[str, Any]] = {
     "main": {},
@@ -114,6 +115,8 @@ def _config(case: Case, probe: Probe, arm: str) -> Any:
 
     geometry = case.geometry
     vllm_setup.refuse_flight(geometry, "cpu")
+    if any(field is not UNSET for field in (geometry.window_groups, geometry.retention, geometry.max_model_len)):
+        raise Refused("window_groups, retention and max_model_len are for engines without a model")
     if geometry.block_size % probe.compress_ratio:
         raise Refused(f"blocks of {geometry.block_size} tokens do not hold states of {probe.compress_ratio} tokens")
     sizes = Sizes(
@@ -154,8 +157,14 @@ def _config(case: Case, probe: Probe, arm: str) -> Any:
 class CoreDriver(Driver):
     """One case on one ``Core``, which must be empty."""
 
-    def __init__(self, case: Case, core: Core, before: Callable[[Any], None] | None = None) -> None:
-        super().__init__(case, core.scheduler, core.engine.request_block_hasher)
+    def __init__(
+        self,
+        case: Case,
+        core: Core,
+        before: Callable[[Any], None] | None = None,
+        prompts: Sequence[IntArray] | None = None,
+    ) -> None:
+        super().__init__(case, core.scheduler, core.engine.request_block_hasher, prompts)
         self._core = core
         self._before = before
         """Called with each SchedulerOutput before it is executed."""

@@ -9,7 +9,7 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import UNSET
 
 from fuzz import triton_cpu
-from fuzz.case import Case, Request, cut
+from fuzz.case import Case, Request
 from fuzz.engines import config as vllm_setup
 from fuzz.engines.base import Refused, Unavailable
 from fuzz.engines.core import Core, CoreDriver, sizes_of
@@ -26,7 +26,7 @@ from fuzz.engines.kv import CacheWatch, Poisoner
 from fuzz.engines.record import StepRecorder
 from fuzz.engines.worker import checked, require
 from fuzz.probe.recorder import recorder
-from invariants.trace import Fault, Outputs, Probe, Trace
+from invariants.trace import Fault, IntArray, Outputs, Probe, Trace
 
 KERNEL_MODE: Literal["compiled", "interpreter"] = "compiled"
 ALONE = 3
@@ -122,20 +122,25 @@ class CpuEngine:
 
     def _arms(self, case: Case, probe: Probe, trace: Trace, brisk: bool) -> None:
         plain = msgspec.structs.replace(case, events=())
-        trace.arms["no-cache"] = self._again(plain, probe, "no-cache")
+        prompts = [request.prompt for request in trace.requests]
+        trace.arms["no-cache"] = self._again(plain, probe, prompts, "no-cache")
         if not brisk:
             if probe.kind == "exact" or not case.geometry.replay:
                 # Others may be hit then, and deep hits differ.
                 with contextlib.suppress(Refused):
-                    trace.arms["ngram"] = self._again(plain, probe, "ngram")
-            trace.arms["twice"] = self._again(case, probe)
-            trace.arms["poison"] = self._again(case, probe, poison=True)
+                    trace.arms["ngram"] = self._again(plain, probe, prompts, "ngram")
+            trace.arms["twice"] = self._again(case, probe, prompts)
+            trace.arms["poison"] = self._again(case, probe, prompts, poison=True)
             trace.arms["alone"] = self._alone(case, probe, trace)
 
-    def _again(self, case: Case, probe: Probe, arm: str = "main", poison: bool = False) -> list[Outputs | None]:
-        """The outputs of a run in which nobody looks on."""
+    def _again(
+        self, case: Case, probe: Probe, prompts: list[IntArray], arm: str = "main", poison: bool = False
+    ) -> list[Outputs | None]:
+        """The outputs of a run in which nobody looks on. It asks what the main run asked: what its own outputs may
+        differ in, a request that continues another one would ask."""
         core = self._core(case, probe, arm)
-        return [*_unwatched(case, core, Poisoner(core, case.geometry.window) if poison else None).results()]
+        before = Poisoner(core, case.geometry.window) if poison else None
+        return [*_unwatched(case, core, before, prompts).results()]
 
     def _alone(self, case: Case, probe: Probe, trace: Trace) -> list[Outputs | None]:
         """Each request after one that caches the prefix it hit; the first few that ran undisturbed, hits first."""
@@ -149,18 +154,18 @@ class CpuEngine:
             if len(hits) == 1 and trace.requests[index].finished == "length"
         ]
         for hit, index in sorted(eligible)[:ALONE]:
-            found[index] = self._by_itself(case, probe, case.requests[index], -hit)
+            found[index] = self._by_itself(case, probe, case.requests[index], trace.requests[index].prompt, -hit)
         return found
 
-    def _by_itself(self, case: Case, probe: Probe, request: Request, hit: int) -> Outputs:
-        requests = [msgspec.structs.replace(request, arrive=0)]
+    def _by_itself(self, case: Case, probe: Probe, request: Request, prompt: IntArray, hit: int) -> Outputs:
+        requests = [msgspec.structs.replace(request, arrive=1 << 19 if hit else 0, continues=UNSET)]
+        prompts = [prompt]
         if hit:
-            prefix = (*cut(request.prompt, 0, hit), ("alone", 0, 1))
-            prime = Request(id="alone-prime", arrive=0, prompt=prefix, max_tokens=1)
-            requests = [prime, msgspec.structs.replace(request, arrive=1 << 19)]
-        # The same model length, so that it is the same engine.
+            requests.insert(0, Request(id="alone-prime", arrive=0, prompt=(("alone", 0, 1),), max_tokens=1))
+            prompts.insert(0, np.append(prompt[:hit], requests[0].tokens()))
         by_itself = msgspec.structs.replace(case, requests=tuple(requests), events=())
-        driver = _unwatched(by_itself, self._core(case, probe))
+        # The engine of the case, whatever these lengths are.
+        driver = _unwatched(by_itself, self._core(case, probe), prompts=prompts)
         outputs = driver.results()[-1]
         outputs.hit = driver.metrics["prefix_cache_hits"]
         return outputs
@@ -182,9 +187,14 @@ class CpuEngine:
         self._cores.clear()
 
 
-def _unwatched(case: Case, core: Core, before: Callable[[Any], None] | None = None) -> CoreDriver:
-    """The case on an empty core, run to its end; ``before`` as in ``CoreDriver``."""
-    driver = CoreDriver(case, core, before)
+def _unwatched(
+    case: Case,
+    core: Core,
+    before: Callable[[Any], None] | None = None,
+    prompts: Sequence[IntArray] | None = None,
+) -> CoreDriver:
+    """The case on an empty core, run to its end; ``before`` and ``prompts`` as in ``CoreDriver``."""
+    driver = CoreDriver(case, core, before, prompts)
     driver.run(lambda _: None)
     return driver
 

@@ -18,6 +18,7 @@ import numpy as np
 from msgspec import UNSET
 
 from fuzz.case import FIRST_TOKEN, TOKENS, Case
+from invariants.trace import IntArray
 
 
 class Sample(NamedTuple):
@@ -48,9 +49,15 @@ class Device:
         self._most = 0 if geometry.drafts is UNSET else geometry.drafts
         self._eager = geometry.drafter is not UNSET
         self._lives: dict[str, _Life] = {}
-        self._prompts = {request.id: len(request) for request in case.requests}
-        self._next = {request.id: zlib.crc32(request.tokens().tobytes()) for request in case.requests}
-        self._outputs: dict[str, list[int]] = {request.id: [] for request in case.requests}
+        self._prompts: dict[str, int] = {}
+        self._next: dict[str, int] = {}
+        self._outputs: dict[str, list[int]] = {}
+
+    def add(self, name: str, prompt: IntArray) -> None:
+        """A request as it is handed over, with int32 [its whole prompt]."""
+        self._prompts[name] = len(prompt)
+        self._next[name] = zlib.crc32(prompt.tobytes())
+        self._outputs[name] = []
 
     def execute(self, output: Any) -> dict[str, Sample]:
         """One step, a vLLM SchedulerOutput: what each of its requests samples."""

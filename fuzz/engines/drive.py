@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 from msgspec import UNSET
 
 from fuzz.case import Case, Event, Request
 from fuzz.engines.device import Device, Sample
+from invariants.trace import IntArray
 
 IDLE_STEPS = 8
 """Consecutive steps in which nothing is scheduled although requests wait: a hang."""
@@ -50,18 +52,30 @@ class Scheduled:
 
 
 class Driver:
-    """One case on one Scheduler, which must be new."""
+    """One case on one Scheduler, which must be new.
 
-    def __init__(self, case: Case, scheduler: Any, hasher: Any) -> None:
+    ``prompts``: what to ask in place of the case's own prompts, those of requests that continue others included.
+    """
+
+    def __init__(self, case: Case, scheduler: Any, hasher: Any, prompts: Sequence[IntArray] | None = None) -> None:
         self.scheduler = scheduler
         self.outputs: list[list[int]] = [[] for _ in case.requests]
-        self.ends: list[Literal["length", "abort"] | None] = [None] * len(case.requests)
+        self.ends: list[Literal["length", "abort", "refused"] | None] = [None] * len(case.requests)
         self.metrics = {"prefix_cache_queries": 0, "prefix_cache_hits": 0, "preempted_hits": 0, "cached_tokens": 0}
         self.step = 0
-        self.prompts = [request.tokens() for request in case.requests]
+        own = [request.tokens() for request in case.requests]
+        self.prompts: list[IntArray] = [*own] if prompts is None else [*prompts]
+        """What a request continues is put before its own part when it is handed over."""
+        self.arrived = [request.arrive for request in case.requests]
+        """Step before which each was handed over, or will be at the earliest."""
         self.case = case
+        self.accepts: Callable[[int], bool] = lambda _: True
+        """Whether a prompt of so many tokens gets past vLLM's front-end, which is not here."""
         self._hasher = hasher
         self._index = {request.id: index for index, request in enumerate(case.requests)}
+        self._whole = prompts is not None
+        self._held_back: list[Request] = []
+        """Requests whose step has come before the one that they continue has ended."""
         self._live: dict[str, Any] = {}
         self._device = Device(case)
         self._flying: deque[Scheduled] = deque()
@@ -69,20 +83,16 @@ class Driver:
         self._executed = 0
         """Steps."""
 
-    def run(self, look: Callable[[Scheduled], None]) -> None:
-        """To the end of the case; ``look`` sees each step before its output. Raises ``Hung``, and what vLLM raises."""
+    def run(self, look: Callable[[Scheduled], None], idle_batch: Callable[[], None] = lambda: None) -> None:
+        """To the end of the case; ``look`` sees each step before its output, and ``idle_batch`` is called once where no
+        request is left before the next one comes. Raises ``Hung``, and what vLLM raises."""
         arrivals = sorted(self.case.requests, key=lambda request: request.arrive)[::-1]
         idle = stuck = 0
         done = self._done()
         # The request that has run longest computes a token in each step, and only an event takes it back to its start.
-        lengths = sum(len(request) + request.max_tokens for request in self.case.requests)
-        most = IDLE_STEPS + (1 + len(self.case.events)) * lengths
-        while arrivals or self._live:
-            if not self._live:
-                self._land(0)
-                self.step = max(self.step, arrivals[-1].arrive)
-            while arrivals and arrivals[-1].arrive <= self.step:
-                self._add(arrivals.pop().id)
+        most = IDLE_STEPS + (1 + len(self.case.events)) * sum(self.case.max_lengths)
+        while arrivals or self._held_back or self._live:
+            self._hand_over(arrivals, idle_batch)
             scheduled = Scheduled(self.step, None, [])
             self._apply_events(scheduled)
             self.advance(scheduled, look)
@@ -102,17 +112,50 @@ class Driver:
         """Tokens that came out, and requests that ended."""
         return sum(map(len, self.outputs)) + sum(end is not None for end in self.ends)
 
+    def _hand_over(self, arrivals: list[Request], idle_batch: Callable[[], None]) -> None:
+        """What may go to vLLM before this step; ``arrivals``: the others, the next one last."""
+        if not self._live:
+            self._land(0)
+        nobody = not self._live and not any(map(self._may_start, self._held_back))
+        if nobody and arrivals[-1].arrive > self.step:
+            if self.step:
+                idle_batch()
+            self.step = arrivals[-1].arrive
+        due, self._held_back = self._held_back, []
+        while arrivals and arrivals[-1].arrive <= self.step:
+            due.append(arrivals.pop())
+        for request in due:
+            if self._may_start(request):
+                self._add(request.id)
+            else:
+                self._held_back.append(request)
+
+    def _may_start(self, request: Request) -> bool:
+        return request.continues is UNSET or self.ends[self._index[request.continues]] is not None
+
     def _add(self, name: str) -> None:
         from vllm.v1.request import Request
 
         index = self._index[name]
+        request = self.case.requests[index]
+        earlier = request.continues
+        if earlier is not UNSET and not self._whole:
+            before = self._index[earlier]
+            parts = self.prompts[before], np.array(self.outputs[before], np.int32), self.prompts[index]
+            self.prompts[index] = np.concatenate(parts)
+        self.arrived[index] = self.step
+        if not self.accepts(len(self.prompts[index])):
+            self.ends[index] = "refused"
+            return
         self._live[name] = Request(
             request_id=name,
             prompt_token_ids=self.prompts[index].tolist(),
-            sampling_params=self.sampling(self.case.requests[index]),
+            sampling_params=self.sampling(request),
             pooling_params=None,
             block_hasher=self._hasher,
+            priority=0 if request.priority is UNSET else request.priority,
         )
+        self._device.add(name, self.prompts[index])
         self.scheduler.add_request(self._live[name])
 
     def sampling(self, request: Request) -> Any:

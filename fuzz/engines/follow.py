@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 
 from fuzz.case import Case
 from fuzz.engines.drive import Driver, Hung, Scheduled
 from fuzz.engines.record import StepRecorder
 from fuzz.engines.worker import Disagreement
+from fuzz.probe.batch import Padding
 from fuzz.triton_cpu.faults import MemoryFaults
 from invariants.trace import Fault, Final, Trace, TracedRequest
 
 
 def traced_requests(case: Case, has_model: bool = False) -> list[TracedRequest]:
     """The case's requests, before anything has happened to them; without a model nobody asks for prompt logprobs."""
+    names = [request.id for request in case.requests]
     return [
         TracedRequest(
             id=request.id,
@@ -28,17 +31,23 @@ def traced_requests(case: Case, has_model: bool = False) -> list[TracedRequest]:
             prompt=request.tokens(),
             max_tokens=request.max_tokens,
             reads_cache=not (has_model and request.prompt_logprobs is True),
+            priority=None if request.priority is UNSET else request.priority,
+            continues=None if request.continues is UNSET else names.index(request.continues),
         )
         for request in case.requests
     ]
 
 
 def follow(
-    driver: Driver, recorder: StepRecorder, trace: Trace, also: Callable[[Scheduled], None] | None = None
+    driver: Driver,
+    recorder: StepRecorder,
+    trace: Trace,
+    also: Callable[[Scheduled], None] | None = None,
+    idle_batch: Callable[[], Padding] | None = None,
 ) -> None:
     """Run to the end; what vLLM raises on the way ends the trace with a fault, what we raise is our bug.
 
-    ``also`` sees each step after the recorder.
+    ``also`` sees each step after the recorder. ``idle_batch``: see ``Worker.idle``; None: this engine has none.
     """
 
     def look(scheduled: Scheduled) -> None:
@@ -46,15 +55,20 @@ def follow(
         if also:
             also(scheduled)
 
+    def idle() -> None:
+        if idle_batch:
+            recorder.record_idle(idle_batch())
+
     try:
-        driver.run(look)
+        driver.run(look, idle)
         trace.final = _final(driver.scheduler.kv_cache_manager.block_pool)
     except Disagreement as disagreement:
         trace.faults.append(Fault("exception", driver.step, str(disagreement), "the worker's batch"))
     except Exception as error:
         trace.faults.append(fault_of(error, driver.step))
-    for request, output, end in zip(trace.requests, driver.outputs, driver.ends, strict=True):
-        request.output, request.finished = output, end
+    for number, request in enumerate(trace.requests):
+        request.output, request.finished = driver.outputs[number], driver.ends[number]
+        request.prompt, request.arrive = driver.prompts[number], driver.arrived[number]
 
 
 def fault_of(error: Exception, step: int) -> Fault:

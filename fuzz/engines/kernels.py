@@ -11,10 +11,12 @@ from __future__ import annotations
 import time
 
 import msgspec
+from msgspec import UNSET
 
 from fuzz import triton_cpu
 from fuzz.case import Case
 from fuzz.engines import config as vllm_setup
+from fuzz.engines.base import Refused
 from fuzz.engines.drive import Driver
 from fuzz.engines.follow import follow, traced_requests
 from fuzz.engines.plan import Planner, blocks_for
@@ -36,6 +38,8 @@ class KernelsEngine(SchedulerEngine):
         """See ``Engine.run``."""
         vllm_setup.refuse_flight(case.geometry, self.name)
         started, before = time.perf_counter(), triton_cpu.fallbacks.copy()
+        if case.geometry.max_model_len is not UNSET:
+            raise Refused("a planner refuses nothing and cuts nothing, so max_model_len cannot be set")
         geometry = msgspec.structs.replace(case.geometry, num_blocks=blocks_for(case))
         case = msgspec.structs.replace(case, geometry=geometry)
         config = vllm_setup.vllm_config(case)
@@ -56,9 +60,9 @@ class KernelsEngine(SchedulerEngine):
         worker = Worker(config, layout, int(self._mode != "gpu"), PADDING)
         recorder = StepRecorder(trace, driver.scheduler, worker)
         with checked(worker.tables):
-            follow(driver, recorder, trace)
+            follow(driver, recorder, trace, idle_batch=worker.idle)
             if not trace.faults:
-                recorder.record_padding(trace.steps[-1], worker.idle())
+                recorder.record_idle(worker.idle())
         trace.interpreted = triton_cpu.fallbacks_since(before)
         trace.seconds = time.perf_counter() - started
         return trace

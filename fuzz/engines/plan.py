@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 
 from fuzz.case import Case
 from invariants.trace import NULL_BLOCK, Geometry, Group
@@ -28,8 +29,9 @@ def blocks_for(case: Case) -> int:
     """Blocks for all requests at once, each with as many lives as events can give it, and the null block."""
     sizes = case.geometry
     lives = 1 + sum(event.kind == "preempt" for event in case.events)
-    lengths = [len(request) + request.max_tokens for request in case.requests]
-    return 1 + lives * sum(ceil(n / sizes.block_size) + ceil(n / sizes.swa_block_size) + 1 for n in lengths)
+    windows = 1 if sizes.window_groups is UNSET else sizes.window_groups
+    blocks = (ceil(n / sizes.block_size) + windows * (ceil(n / sizes.swa_block_size) + 1) for n in case.max_lengths)
+    return 1 + lives * sum(blocks)
 
 
 @dataclass(slots=True, eq=False)
@@ -194,7 +196,7 @@ class Planner:
         request.replay_start = hit - window if hit else 0
         request.num_computed_tokens = request.replay_start
         self.kv_cache_manager.record_prefix_cache_stats(request, hit)
-        return _Life(request, [adopted, []], [0, 0])
+        return _Life(request, [adopted, *([] for _ in self._groups[1:])], [0] * len(self._groups))
 
     def _lookup(self, tokens: Any) -> list[Block]:
         """Blocks of the cacheable group of the longest prefix known, but for the last token."""

@@ -81,7 +81,7 @@ class StepRecorder:
         self._worker = worker
         blocks = trace.geometry.num_blocks
         self._shadows = [ShadowGroup(blocks, group.block_size) for group in trace.groups]
-        self._window_group = next(i for i, group in enumerate(trace.groups) if group.kind == "window")
+        self._windows = [i for i, group in enumerate(trace.groups) if group.kind == "window"]
         self._request = {request.id: index for index, request in enumerate(trace.requests)}
         self._admission: dict[str, int] = {}
         self._seen_tables: dict[tuple[str, int], tuple[list[Any], IntArray]] = {}
@@ -232,14 +232,25 @@ class StepRecorder:
         step.prefill, step.replay_start = batch.prefill, batch.replay_start
         row = np.repeat(np.arange(len(step.request), dtype=np.int32), step.scheduled)
         self._write(step, row, batch.positions, batch.slots)
-        shadow = self._shadows[self._window_group]
+        self._padding(step, batch.padding)
+        for group, part in zip(self._windows, (batch, *batch.others), strict=True):
+            first = len(step.gathers)
+            self._gathers(step, part, row, self._shadows[group])
+            for found in step.gathers[first:]:
+                found.group = self._named(group)
+
+    def _named(self, group: int) -> int | None:
+        """``Gathers.group`` of a window group."""
+        return None if group == self._windows[0] else group
+
+    def _gathers(self, step: Step, batch: Batch, row: IntArray, shadow: ShadowGroup) -> None:
+        """What the consumers of one window group read. ``row``: int32 [tokens]."""
         tables = Tables(batch.window_table, shadow.block_size)
         queries = Queries(row, batch.positions)
         step.gathers.append(gathers_from_indices("paged-index", queries, *batch.indices, tables, shadow))
         kept = Queries(row[batch.kept], batch.positions[batch.kept])
         for consumer, indices in zip((DECODER_FIRST, DECODER_REST), batch.kept_indices, strict=False):
             step.gathers.append(gathers_from_indices(consumer, kept, *indices, tables, shadow))
-        self.record_padding(step, batch.padding)
         for read in batch.lists:
             served = slice(read.begin, read.begin + len(read.lens))
             some = Queries(row[served], batch.positions[served])
@@ -255,21 +266,28 @@ class StepRecorder:
             queries, span = Queries(rows, batch.computed[rows]), (low[rows], high[rows])
             step.gathers.append(gathers("gather-length", "row", queries, span, stretches(low, high, tables), shadow))
 
-    def record_padding(self, step: Step, padding: Padding) -> None:
+    def record_idle(self, padding: Padding) -> None:
+        """What a dummy batch after the last step that was recorded writes and gathers."""
+        step = self._trace.steps[-1]
+        step.idled = True
+        self._padding(step, padding)
+
+    def _padding(self, step: Step, padding: Padding) -> None:
         """What rows of no request write and gather: nothing, and then the step does not mention them (CONTRACT 16)."""
-        rows, listed = len(step.request), padding.indices
+        rows = len(step.request)
         for group, slots in enumerate(padding.slots):
             real = np.flatnonzero(slots != PAD_SLOT).astype(np.int32)
             if len(real):
                 step.writes.append(Writes(group, rows + real, np.zeros_like(real), slots[real]))
-        reads = np.flatnonzero((listed.lens > 0) | (listed.slots != PAD_SLOT).any(1)).astype(np.int32)
-        if len(reads):
-            row, nobody = rows + reads, np.full(len(reads), NOBODY, np.int32)
-            last, slot = listed.lens[reads] - 1, listed.slots[reads, 0].astype(np.int64)
-            first = np.zeros_like(last)
-            step.gathers.append(
-                Gathers("paged-index", "query", row, last, first, last, row, first, slot, nobody, nobody)
-            )
+        for group, listed in zip(self._windows, padding.indices, strict=True):
+            reads = np.flatnonzero((listed.lens > 0) | (listed.slots != PAD_SLOT).any(1)).astype(np.int32)
+            if len(reads):
+                row, nobody = rows + reads, np.full(len(reads), NOBODY, np.int32)
+                last, slot = listed.lens[reads] - 1, listed.slots[reads, 0].astype(np.int64)
+                first = np.zeros_like(last)
+                found = Gathers("paged-index", "query", row, last, first, last, row, first, slot, nobody, nobody)
+                found.group = self._named(group)
+                step.gathers.append(found)
 
     def _from_contract(self, step: Step, lives: _Rows) -> None:
         """No kernel runs: what CONTRACT 14 and 17 say is written and read, through the manager's block tables."""
@@ -290,14 +308,13 @@ class StepRecorder:
                 if spec.prefix_cacheable:
                     slots[group] = np.where(replayed, PAD_SLOT, slots[group])
         self._write(step, row, position, slots)
-        cells = Cells(
-            row=np.repeat(rows, end - low),
-            position=_ranges(lows, ends),
-            slot=stretch(maps[self._window_group], lows, ends),
-        )
         span = (np.maximum(start, position - (window - 1)), position)
-        shadow = self._shadows[self._window_group]
-        step.gathers.append(gathers("block-table", "query", Queries(row, position), span, cells, shadow))
+        of_row, at = np.repeat(rows, end - low), _ranges(lows, ends)
+        for group in self._windows:
+            cells, shadow = Cells(of_row, at, stretch(maps[group], lows, ends)), self._shadows[group]
+            found = gathers("block-table", "query", Queries(row, position), span, cells, shadow)
+            found.group = self._named(group)
+            step.gathers.append(found)
 
     def _maps(self, group: int, names: list[str], tables: list[IntArray]) -> list[IntArray]:
         """The slot maps of a group's tables, made anew only for tables that changed."""

@@ -75,7 +75,8 @@ class SchedulerEngine:
         )
         worker = None if brisk else self._worker(case, layout, driver.scheduler)
         with checked(worker.tables) if worker else nullcontext():
-            follow(driver, StepRecorder(trace, driver.scheduler, worker), trace)
+            recorder = StepRecorder(trace, driver.scheduler, worker)
+            follow(driver, recorder, trace, idle_batch=worker.idle if worker else None)
         trace.interpreted = triton_cpu.fallbacks_since(before)
         trace.seconds = time.perf_counter() - started
         return trace
@@ -97,4 +98,6 @@ class SchedulerEngine:
         config = vllm_setup.vllm_config(case)
         layout = vllm_setup.kv_cache_config(config, case.geometry)
         vllm_setup.check_pool(config, layout, case)
-        return Driver(case, *vllm_setup.make_scheduler(config, layout)), layout
+        driver = Driver(case, *vllm_setup.make_scheduler(config, layout))
+        driver.accepts = lambda prompt: vllm_setup.accepts(config, prompt)
+        return driver, layout

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from invariants.trace import NOBODY, NULL_BLOCK, PAD_SLOT, Gathers, IntArray
+from invariants.trace import NOBODY, NULL_BLOCK, PAD_SLOT, BoolArray, Gathers, IntArray
 
 
 class Tables:
@@ -152,7 +152,7 @@ def gathers_from_indices(
             high[queries.row[starts]] = np.maximum.reduceat(queries.position, starts)
             cells = stretches(low, high, tables)
             return gathers(consumer, "query", queries, (first, queries.position), cells, shadow)
-    return _irregular(consumer, queries, indices, believed, shadow)
+    return _irregular(consumer, queries, indices, believed, listed, shadow)
 
 
 @dataclass(slots=True)
@@ -199,8 +199,13 @@ def gathers(
     )
 
 
-def _irregular(consumer: str, queries: Queries, indices: IntArray, believed: IntArray, shadow: ShadowGroup) -> Gathers:
-    """Lists with holes, stale entries or foreign slots: every stretch of entries is a run of its own."""
+def _irregular(
+    consumer: str, queries: Queries, indices: IntArray, believed: IntArray, listed: BoolArray, shadow: ShadowGroup
+) -> Gathers:
+    """Lists with holes, stale entries or foreign slots: every stretch of entries is a run of its own.
+
+    A hole is in none, but it is read: by a consumer that does not test the sign (CONTRACT 19).
+    """
     there = indices != PAD_SLOT
     edge = np.diff(np.pad(there, ((0, 0), (1, 1))).astype(np.int8), axis=1)
     query, begin = np.nonzero(edge == 1)
@@ -211,7 +216,7 @@ def _irregular(consumer: str, queries: Queries, indices: IntArray, believed: Int
     last = np.concatenate([believed[query, end - 1], queries.position[empty]])
     order = np.argsort(at, kind="stable")
     read = Queries(queries.row[at[order]], queries.position[at[order]])
-    query, lane = np.nonzero(there)
-    listed = np.stack([queries.row[query], believed[query, lane], indices[query, lane]], axis=1)
-    cells = Cells(*np.unique(listed.astype(np.int64), axis=0).T)
+    query, lane = np.nonzero(there | listed)
+    read_from = np.stack([queries.row[query], believed[query, lane], indices[query, lane]], axis=1)
+    cells = Cells(*np.unique(read_from.astype(np.int64), axis=0).T)
     return gathers(consumer, "query", read, (first[order], last[order]), cells, shadow)

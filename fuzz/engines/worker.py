@@ -17,6 +17,7 @@ from typing import Any
 
 from fuzz import triton_cpu
 from fuzz.engines import rocm
+from fuzz.engines.config import is_window
 from fuzz.engines.consumers import Consumers
 from fuzz.engines.device import Sample
 from fuzz.engines.drive import Scheduled
@@ -101,7 +102,9 @@ class Worker:
         self.tables = runner.block_tables
         self._layout = layout
         self._attn_groups = _attention_groups(config, layout, device)
-        self._consumers = _consumers(config, self._attn_groups, device, ask_every) if ask_every else None
+        self._windows = [attention.layer_names[0] for group in self._attn_groups for attention in group]
+        """A layer of each window group."""
+        self._consumers = _consumers(config, self._attn_groups, device, ask_every) if ask_every else []
         self._padding = padding
         self._most = scheduler.max_num_seqs, tokens
 
@@ -124,12 +127,12 @@ class Worker:
         descriptor = BatchExecutionDescriptor(cg_mode=mode, num_tokens=tokens + filled, num_reqs=rows + filled)
         batch = runner.prepare_inputs(output, state, descriptor, 0)
         tables, slots = runner.prepare_attn(batch)
-        metadata = runner.model_state.prepare_attn(batch, mode, tables, slots, self._attn_groups, self._layout)[
-            "window"
-        ]
-        seen = copy_batch(batch, slots, metadata)
-        if self._consumers:
-            seen.lists = [read.cut(tokens) for read in self._consumers.lists(metadata)]
+        made = runner.model_state.prepare_attn(batch, mode, tables, slots, self._attn_groups, self._layout)
+        first, *further = (made[name] for name in self._windows)
+        seen = copy_batch(batch, slots, first, further=further)
+        # There are none where they are never asked.
+        for consumers, part, metadata in zip(self._consumers, (seen, *seen.others), (first, *further), strict=False):
+            part.lists = [read.cut(tokens) for read in consumers.lists(metadata)]
         batched = dict(zip(seen.request_ids, seen.scheduled.tolist(), strict=True))
         if batched != output.num_scheduled_tokens:
             raise Disagreement(f"the worker batches {batched}, the scheduler scheduled {output.num_scheduled_tokens}")
@@ -164,10 +167,10 @@ class Worker:
         runner, rows = self._runner, min(2, *self._most)
         batch = InputBatch.make_dummy(rows, rows, runner.input_buffers)
         tables, slots = runner.prepare_dummy_attn(batch)
-        metadata = runner.model_state.prepare_attn(
+        made = runner.model_state.prepare_attn(
             batch, CUDAGraphMode.NONE, tables, slots, self._attn_groups, self._layout
-        )["window"]
-        return copy_padding(slots, metadata, 0)
+        )
+        return copy_padding(slots, [made[name] for name in self._windows], 0)
 
 
 def checked(tables: Any) -> AbstractContextManager[object]:
@@ -212,7 +215,7 @@ def _block_table_sizes(config: Any, layout: Any) -> dict[str, Any]:
 
 
 def _attention_groups(config: Any, layout: Any, device: Any) -> list[list[Any]]:
-    """The window group with vLLM's shared builder; the cacheable group needs none to be followed."""
+    """The window groups with vLLM's shared builder; the cacheable group needs none to be followed."""
     from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWABackend
     from vllm.v1.worker.utils import AttentionGroup
 
@@ -220,16 +223,20 @@ def _attention_groups(config: Any, layout: Any, device: Any) -> list[list[Any]]:
 
     groups: list[list[Any]] = []
     for index, group in enumerate(layout.kv_cache_groups):
-        if "window" not in group.layer_names:
+        if not is_window(group.kv_cache_spec):
             groups.append([])
             continue
-        attention = AttentionGroup(DeepseekSparseSWABackend, ["window"], group.kv_cache_spec, index)
-        attention.metadata_builders.append(WindowBuilder(group.kv_cache_spec, ["window"], config, device))
+        attention = AttentionGroup(DeepseekSparseSWABackend, group.layer_names, group.kv_cache_spec, index)
+        attention.metadata_builders.append(WindowBuilder(group.kv_cache_spec, group.layer_names, config, device))
         groups.append([attention])
     return groups
 
 
-def _consumers(config: Any, groups: list[list[Any]], device: Any, every: int) -> Consumers:
-    (attention,) = next(group for group in groups if group)
-    rocm_builders = rocm.RocmBuilders(attention.kv_cache_spec, attention.layer_names, config, device)
-    return Consumers(attention.metadata_builders[0], rocm_builders, config.model_config.hf_config.sliding_window, every)
+def _consumers(config: Any, groups: list[list[Any]], device: Any, every: int) -> list[Consumers]:
+    """Of each window group."""
+    window = config.model_config.hf_config.sliding_window
+    made = []
+    for attention in (attention for group in groups for attention in group):
+        rocm_builders = rocm.RocmBuilders(attention.kv_cache_spec, attention.layer_names, config, device)
+        made.append(Consumers(attention.metadata_builders[0], rocm_builders, window, every))
+    return made

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -57,7 +58,8 @@ class Padding(NamedTuple):
 
     slots: list[IntArray]
     """[group] int64 [padded tokens]"""
-    indices: Indices
+    indices: list[Indices]
+    """[window group]"""
 
 
 @dataclass(slots=True)
@@ -90,10 +92,13 @@ class Batch:
     padding: Padding
     lists: list[IndexList] = field(default_factory=list)
     """What further consumers read, in a step in which they have been asked."""
+    others: list[Batch] = field(default_factory=list)
+    """The same batch as the metadata of each further window group has it, in the groups' order."""
 
 
-def copy_batch(batch: Any, slots: Any, metadata: Any, kept: Kept | None = None) -> Batch:
-    """From vLLM's InputBatch, slot mappings [group, tokens] and DeepseekSparseSWAMetadata. Waits for the device.
+def copy_batch(batch: Any, slots: Any, metadata: Any, kept: Kept | None = None, further: Sequence[Any] = ()) -> Batch:
+    """From vLLM's InputBatch, slot mappings [group, tokens] and the DeepseekSparseSWAMetadata of the window group, and
+    of ``further`` ones. Waits for the device.
 
     The builders reuse their buffers from step to step, so everything kept is copied.
     """
@@ -114,14 +119,17 @@ def copy_batch(batch: Any, slots: Any, metadata: Any, kept: Kept | None = None) 
         gather_lens=np.zeros(0, np.int32) if gather_lens is None else _array(gather_lens),
         kept=_array(kept.tokens) if kept else np.zeros(0, np.int64),
         kept_indices=[_indices(part) for part in (kept.first, *kept.rest)] if kept else [],
-        padding=copy_padding(slots, metadata, tokens),
+        padding=copy_padding(slots, (metadata, *further), tokens),
+        others=[copy_batch(batch, slots, one) for one in further],
     )
 
 
-def copy_padding(slots: Any, metadata: Any, tokens: int) -> Padding:
-    """What comes after the first ``tokens`` tokens of a batch; arguments as of ``copy_batch``."""
-    indices, lens = _indices(metadata)
-    return Padding(list(_array(slots)[:, tokens:]), Indices(indices[tokens:], lens[tokens:]))
+def copy_padding(slots: Any, metadata: Sequence[Any], tokens: int) -> Padding:
+    """What comes after the first ``tokens`` tokens of a batch; ``metadata`` of each window group."""
+    listed = [_indices(one) for one in metadata]
+    return Padding(
+        list(_array(slots)[:, tokens:]), [Indices(indices[tokens:], lens[tokens:]) for indices, lens in listed]
+    )
 
 
 def _indices(metadata: Any) -> Indices:

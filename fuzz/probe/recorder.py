@@ -93,7 +93,7 @@ class Recorder:
         if not windows:
             return
         if self.mode == "trace":
-            self._batch = copy_batch(batch, slots, windows[0], kept)
+            self._batch = copy_batch(batch, slots, windows[0], kept, windows[1:])
             return
         self._host.update(steps=1, rows=batch.num_reqs, tokens=batch.num_tokens)
         for window in windows:
