@@ -300,7 +300,7 @@ def with_model_length(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
 
 def _limit(case: Case, room: int | None) -> Case:
     """``room``: tokens that the longest prompt leaves for its output; 0: it is refused; None: the case as it is."""
-    limit = max(map(len, case.requests)) + (room or 0)
+    limit = min(max(map(len, case.requests)) + (room or 0), case.max_model_len)
     if room is None or limit < 2:
         return case
     threshold = min(case.geometry.long_prefill_token_threshold, limit)
@@ -324,7 +324,8 @@ def _fly(case: Case) -> Case:
     geometry = case.geometry
     if geometry.async_scheduling is not UNSET:
         return case
-    blocks = geometry.num_blocks + ceil(geometry.max_num_batched_tokens / geometry.swa_block_size)
+    groups = 1 if geometry.window_groups is UNSET else geometry.window_groups
+    blocks = geometry.num_blocks + groups * ceil(geometry.max_num_batched_tokens / geometry.swa_block_size)
     geometry = msgspec.structs.replace(geometry, async_scheduling=True, num_blocks=blocks)
     return msgspec.structs.replace(case, geometry=geometry)
 

@@ -66,6 +66,10 @@ def full() -> Trace:
         finished=[0],
         events=["preempt"],
         idled=True,
+        processed=2,
+        drafts=ints(2),
+        accepted=ints(1),
+        delivered={0: 2},
     )
     digests = np.array([(1 << 64) - 1], np.uint64)
     return Trace(
