@@ -314,7 +314,9 @@ def with_flight(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
 
 
 def with_drafts(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
-    """The same cases, one in eight with one to four speculative tokens; half of these with async scheduling as well."""
+    """The same cases, one in eight with one to four speculative tokens; half of these with async scheduling as well.
+    Where the next token is part of a block's name there is a request more, which shares a prompt up to a block's
+    end."""
     drafter = st.sampled_from((None, None, "mtp", "dspark"))
     return st.builds(_speculate, plain, st.integers(0, 15), st.integers(1, 4), drafter)
 
@@ -336,5 +338,19 @@ def _speculate(case: Case, number: int, drafts: int, drafter: Literal["mtp", "ds
     if number < 14 or not drafts:
         return case
     geometry = msgspec.structs.replace(case.geometry, drafts=drafts, drafter=drafter or UNSET)
-    case = msgspec.structs.replace(case, geometry=geometry)
+    more = _another_next_token(case) if drafter == "mtp" else ()
+    case = msgspec.structs.replace(case, geometry=geometry, requests=(*case.requests, *more))
     return _fly(case) if number == 15 else case
+
+
+def _another_next_token(case: Case) -> tuple[Request, ...]:
+    """The longest prompt once more, soon after it is computed, but for what comes after the last hit that it allows."""
+    unit = Sizes(case.geometry.window, case.geometry.block_size, case.geometry.swa_block_size).hit_unit
+    longest = max((request for request in case.requests if request.continues is UNSET), key=len)
+    left, pieces = (len(longest) - 1) // unit * unit, []
+    for stream, start, stop in longest.prompt:
+        pieces.append((stream, start, min(stop, start + left)))
+        left -= pieces[-1][2] - start
+    shared = tuple(piece for piece in pieces if piece[1] < piece[2])
+    arrive = longest.arrive + ceil(len(longest) / case.geometry.max_num_batched_tokens)
+    return (Request(id="next", arrive=arrive, prompt=(*shared, ("next", 0, 1))),) if shared else ()
