@@ -102,21 +102,23 @@ def _larger_window_block(case: Case, times: int) -> Case:
     block = geometry.block_size * times // (1 if times == 2 else 2)
     if times == 1 or replay_start_can_be_null(Sizes(geometry.window, geometry.block_size, block)):
         return case
-    return msgspec.structs.replace(
-        case,
-        geometry=msgspec.structs.replace(
-            geometry,
-            swa_block_size=block,
-            num_blocks=1 + times * (geometry.num_blocks - 1),
-            max_num_batched_tokens=times * geometry.max_num_batched_tokens,
-        ),
-        requests=tuple(
-            msgspec.structs.replace(
-                request, prompt=tuple((stream, times * start, times * stop) for stream, start, stop in request.prompt)
-            )
-            for request in case.requests
-        ),
+    requests = tuple(
+        msgspec.structs.replace(
+            request, prompt=tuple((stream, times * start, times * stop) for stream, start, stop in request.prompt)
+        )
+        for request in case.requests
     )
+    case = msgspec.structs.replace(case, requests=requests)
+    sizes, chunk = Sizes(geometry.window, geometry.block_size, block), times * geometry.max_num_batched_tokens
+    # A window block may get smaller, too: then there are more of them.
+    needed = 1 + max(blocks_needed(sizes, chunk, length) for length in case.max_lengths)
+    geometry = msgspec.structs.replace(
+        geometry,
+        swa_block_size=block,
+        num_blocks=max(needed, 1 + times * (geometry.num_blocks - 1)),
+        max_num_batched_tokens=chunk,
+    )
+    return msgspec.structs.replace(case, geometry=geometry)
 
 
 def with_window_groups(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
