@@ -26,12 +26,14 @@ def cases_for(engine: str, profile: str) -> SearchStrategy[Case]:
     plain = with_turns(cases(profile))
     if engine == "cpu":
         return with_probe(plain)
+    # What changes blocks comes before what counts in them, and the number of groups, by which pools grow, last.
+    plain = with_larger_window_blocks(plain)
     if engine == "scheduler":
-        plain = with_priorities(plain)
-    plain = with_window_groups(with_lost_prefixes(with_larger_window_blocks(plain)))
+        plain = with_retention(with_priorities(plain))
+    plain = with_window_groups(with_lost_prefixes(plain))
     if engine == "kernels":
         return with_single_tokens(with_crowds(plain))
-    plain = with_model_length(with_retention(plain))
+    plain = with_model_length(plain)
     return with_drafts(with_flight(plain)) if engine == "scheduler" else plain
 
 

@@ -119,13 +119,13 @@ def _end(request: TracedRequest, limit: int | UnsetType, listed: list[int], last
         return
     room = _room(request, limit)
     tokens = min(request.max_tokens, room)
-    if request.finished == "length" and room > 0 and len(request.output) != tokens:
-        message = f"request {request.id} ended by length"
-        yield broken("output", message, f"{tokens} output tokens", len(request.output), request=request.id)
     if limit is not UNSET and (request.finished == "refused") != (room < 1) and request.finished != "abort":
         message = f"a prompt of {len(request.prompt)} tokens leaves room for {room} more in request {request.id}"
         expected = "no refusal" if room > 0 else "refused"
         yield broken("refused", message, expected, request.finished, request=request.id)
+    elif request.finished == "length" and len(request.output) != tokens:
+        message = f"request {request.id} ended by length"
+        yield broken("output", message, f"{tokens} output tokens", len(request.output), request=request.id)
     # An aborted request ends before the step that lists it.
     wanted, fits = {
         "length": (f"number {last} alone", listed == [last] and last >= 0),
