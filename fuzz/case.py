@@ -27,6 +27,8 @@ FIRST_TOKEN, TOKENS = 3, 1000
 """Streams hold token ids FIRST_TOKEN .. FIRST_TOKEN + TOKENS - 1: any test model's vocabulary covers them."""
 MAX_FILE_BYTES = 1 << 20
 MAX_PROMPT_TOKENS = 1 << 18
+MAX_DRAFTS = 8
+"""Speculative tokens a step."""
 MAX_WINDOW_GROUPS = 4
 MAX_PRIORITY = 1 << 16
 MAX_TURNS: Final = 4
@@ -248,6 +250,7 @@ def check(case: Case) -> None:
         value = getattr(geometry, field)
         if not low <= value <= high:
             raise CaseError(f"{value} is not in {low}..{high} - at `$.geometry.{field}`")
+    _check_drafts(geometry)
     _check_layout(geometry)
     seen: set[str] = set()
     total = 0
@@ -326,3 +329,10 @@ def _check_loads(case: Case) -> None:
         ):
             if wrong:
                 raise CaseError(f"{why} - at `$.requests[{index}].load.{field}`")
+
+
+def _check_drafts(geometry: Geometry) -> None:
+    if geometry.drafts is not UNSET and not 1 <= geometry.drafts <= MAX_DRAFTS:
+        raise CaseError(f"{geometry.drafts} is not in 1..{MAX_DRAFTS} - at `$.geometry.drafts`")
+    if geometry.drafts is UNSET and geometry.drafter is not UNSET:
+        raise CaseError("a drafter without drafts - at `$.geometry.drafter`")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 from hypothesis import strategies as st
@@ -27,13 +27,15 @@ def cases_for(engine: str, profile: str) -> SearchStrategy[Case]:
     plain = with_turns(cases(profile))
     if engine == "cpu":
         return with_probe(plain)
+    # What changes blocks comes before what counts in them, and the number of groups, by which pools grow, last.
+    plain = with_larger_window_blocks(plain)
     if engine == "scheduler":
-        plain = with_priorities(plain)
-    plain = with_window_groups(with_lost_prefixes(with_larger_window_blocks(plain)))
+        plain = with_retention(with_priorities(plain))
+    plain = with_window_groups(with_lost_prefixes(plain))
     if engine == "kernels":
         return with_single_tokens(with_crowds(plain))
-    plain = with_model_length(with_retention(plain))
-    return with_loads(plain) if engine == "scheduler" else plain
+    plain = with_model_length(plain)
+    return with_loads(with_drafts(with_flight(plain))) if engine == "scheduler" else plain
 
 
 def with_probe(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
@@ -103,21 +105,23 @@ def _larger_window_block(case: Case, times: int) -> Case:
     block = geometry.block_size * times // (1 if times == 2 else 2)
     if times == 1 or replay_start_can_be_null(Sizes(geometry.window, geometry.block_size, block)):
         return case
-    return msgspec.structs.replace(
-        case,
-        geometry=msgspec.structs.replace(
-            geometry,
-            swa_block_size=block,
-            num_blocks=1 + times * (geometry.num_blocks - 1),
-            max_num_batched_tokens=times * geometry.max_num_batched_tokens,
-        ),
-        requests=tuple(
-            msgspec.structs.replace(
-                request, prompt=tuple((stream, times * start, times * stop) for stream, start, stop in request.prompt)
-            )
-            for request in case.requests
-        ),
+    requests = tuple(
+        msgspec.structs.replace(
+            request, prompt=tuple((stream, times * start, times * stop) for stream, start, stop in request.prompt)
+        )
+        for request in case.requests
     )
+    case = msgspec.structs.replace(case, requests=requests)
+    sizes, chunk = Sizes(geometry.window, geometry.block_size, block), times * geometry.max_num_batched_tokens
+    # A window block may get smaller, too: then there are more of them.
+    needed = 1 + max(blocks_needed(sizes, chunk, length) for length in case.max_lengths)
+    geometry = msgspec.structs.replace(
+        geometry,
+        swa_block_size=block,
+        num_blocks=max(needed, 1 + times * (geometry.num_blocks - 1)),
+        max_num_batched_tokens=chunk,
+    )
+    return msgspec.structs.replace(case, geometry=geometry)
 
 
 def with_window_groups(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
@@ -301,9 +305,57 @@ def with_model_length(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
 
 def _limit(case: Case, room: int | None) -> Case:
     """``room``: tokens that the longest prompt leaves for its output; 0: it is refused; None: the case as it is."""
-    limit = max(map(len, case.requests)) + (room or 0)
+    limit = min(max(map(len, case.requests)) + (room or 0), case.max_model_len)
     if room is None or limit < 2:
         return case
     threshold = min(case.geometry.long_prefill_token_threshold, limit)
     geometry = msgspec.structs.replace(case.geometry, max_model_len=limit, long_prefill_token_threshold=threshold)
     return msgspec.structs.replace(case, geometry=geometry)
+
+
+def with_flight(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in ten with async scheduling: a step is scheduled while another is in flight."""
+    return st.builds(lambda case, number: _fly(case) if number == 9 else case, plain, st.integers(0, 9))
+
+
+def with_drafts(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in eight with one to four speculative tokens; half of these with async scheduling as well.
+    Where the next token is part of a block's name there is a request more, which shares a prompt up to a block's
+    end."""
+    drafter = st.sampled_from((None, None, "mtp", "dspark"))
+    return st.builds(_speculate, plain, st.integers(0, 15), st.integers(1, 4), drafter)
+
+
+def _fly(case: Case) -> Case:
+    """Two steps hold window blocks at a time, so the pool has those of one more: as tight, or roomy, as it was."""
+    geometry = case.geometry
+    if geometry.async_scheduling is not UNSET:
+        return case
+    groups = 1 if geometry.window_groups is UNSET else geometry.window_groups
+    blocks = geometry.num_blocks + groups * ceil(geometry.max_num_batched_tokens / geometry.swa_block_size)
+    geometry = msgspec.structs.replace(geometry, async_scheduling=True, num_blocks=blocks)
+    return msgspec.structs.replace(case, geometry=geometry)
+
+
+def _speculate(case: Case, number: int, drafts: int, drafter: Literal["mtp", "dspark"] | None) -> Case:
+    """``number``: 14 and 15 are for drafts, 15 for drafts in flight. A step has room for a token and its drafts."""
+    drafts = min(drafts, case.geometry.max_num_batched_tokens - 1)
+    if number < 14 or not drafts:
+        return case
+    geometry = msgspec.structs.replace(case.geometry, drafts=drafts, drafter=drafter or UNSET)
+    more = _another_next_token(case) if drafter == "mtp" else ()
+    case = msgspec.structs.replace(case, geometry=geometry, requests=(*case.requests, *more))
+    return _fly(case) if number == 15 else case
+
+
+def _another_next_token(case: Case) -> tuple[Request, ...]:
+    """The longest prompt once more, soon after it is computed, but for what comes after the last hit that it allows."""
+    unit = Sizes(case.geometry.window, case.geometry.block_size, case.geometry.swa_block_size).hit_unit
+    longest = max((request for request in case.requests if request.continues is UNSET), key=len)
+    left, pieces = (len(longest) - 1) // unit * unit, []
+    for stream, start, stop in longest.prompt:
+        pieces.append((stream, start, min(stop, start + left)))
+        left -= pieces[-1][2] - start
+    shared = tuple(piece for piece in pieces if piece[1] < piece[2])
+    arrive = longest.arrive + ceil(len(longest) / case.geometry.max_num_batched_tokens)
+    return (Request(id="next", arrive=arrive, prompt=(*shared, ("next", 0, 1))),) if shared else ()

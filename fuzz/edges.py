@@ -16,7 +16,9 @@ from typing import Final
 import numpy as np
 from msgspec import UNSET
 
+from fuzz.flights import FLIGHT_EDGES, flight_edges
 from fuzz.load_edges import LOAD_EDGES, load_edges
+from invariants.flight import tokens_ahead
 from invariants.reference import Prediction, hit_multiple, predict
 from invariants.trace import NULL_BLOCK, Admission, IntArray, Step, Trace
 
@@ -79,6 +81,7 @@ EDGES: Final[dict[str, str]] = {
     "continued-hits-output": "one that does so adopts tokens that the earlier one sampled",
     "continued-hit-on-hit": "one that does so replays after a hit, and so did the earlier one",
     "continued-stops-short": "one that does so misses a hit unit that ends with the last sampled token: it has no KV",
+    **FLIGHT_EDGES,
     **LOAD_EDGES,
 }
 """Edge id to what it means, in one line. Ids are stable: reports, tests and seeds use them."""
@@ -89,7 +92,7 @@ LARGE_STEP: Final = 1024
 
 def edges(trace: Trace) -> set[str]:
     """Ids of the edges that the run reached; also those of a run that broke off."""
-    return _Walk(trace).run() | load_edges(trace) if trace.groups else set()
+    return _Walk(trace).run() | flight_edges(trace) | load_edges(trace) if trace.groups else set()
 
 
 class _Walk:
@@ -313,6 +316,7 @@ class _Walk:
                     self.reached.add("hit-backs-off")
                 if prompt == len(self.trace.requests[other].prompt):
                     self.reached.add("identical-twice")
+        once -= tokens_ahead(self.trace.geometry)
         cached_once = min(once, life.tokens - 1) // self.multiple * self.multiple
         found_at_most = life.hit or min(self.window, prediction.high if prediction else 0)
         if self.trace.replay_expected and found_at_most < cached_once:
@@ -321,6 +325,8 @@ class _Walk:
     def _row(self, step: Step, admission: int, row: int) -> None:
         life = self.trace.admissions[admission]
         computed, scheduled = int(step.computed[row]), int(step.scheduled[row])
+        if step.drafts is not None:
+            scheduled -= int(step.drafts[row])
         end, first = computed + scheduled, admission not in self.end
         if self._replaying(admission, computed):
             if end <= life.hit:

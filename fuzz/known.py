@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from msgspec import UNSET
 
 from invariants.trace import NOBODY, NULL_BLOCK, BoolArray, IntArray, Trace, Violation
 from invariants.view import View
@@ -136,6 +137,17 @@ def _loaded_whole(violation: Violation, view: View) -> bool:
     return violation.site.endswith(", the null block") and _explained(violation, view, _before_last)
 
 
+def _pad_above_threshold(violation: Violation, view: View) -> bool:
+    """An assertion in ``Scheduler.schedule``, where a waiting request with one token left to compute is possible."""
+    geometry = view.trace.geometry
+    threshold = geometry.long_prefill_token_threshold
+    if geometry.drafts is UNSET or not 0 < threshold <= geometry.drafts:
+        return False
+    one_left = not geometry.replay or any(len(request.prompt) == 1 for request in view.trace.requests)
+    there = violation.site.endswith("vllm/v1/core/sched/scheduler.py, schedule")
+    return one_left and there and "AssertionError:  (" in violation.message
+
+
 def _never_computed(violation: Violation, view: View) -> bool:
     """A hit whose positions were all computed but for some that a request preempted by priority would have: it was
     scheduled for them, its blocks were cached at once, and then it was preempted in the same step."""
@@ -182,6 +194,16 @@ REGISTER: Final[tuple[Known, ...]] = (
         "is written to and read from the null block",
         upstream=None,
         matches=_null_replay_block,
+    ),
+    Known(
+        id="draft-padding-above-threshold",
+        invariants=("no-fault",),
+        title="the scheduler dies of an assertion when it makes a prefill of one token as long as a decode with drafts",
+        condition="0 < long_prefill_token_threshold <= num_speculative_tokens, and a request is admitted with one token"
+        " left to compute while others decode, or with a hit: it is made as long as a decode with drafts, then cut to "
+        "the threshold, and the length asserted",
+        upstream="vllm#54028",
+        matches=_pad_above_threshold,
     ),
     Known(
         id="withdrawn-chunk-cached",

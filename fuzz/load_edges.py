@@ -21,7 +21,7 @@ LOAD_EDGES: Final[dict[str, str]] = {
     "load-after-local-hit": "a load goes on where the prefix cache's hit ends",
     "load-cut-to-blocks": "a load without its window is cut to whole blocks",
     "load-ends-mid-block": "a load with its window ends inside a block",
-    "load-too-short": "nothing is taken of a connector that has more tokens than the prefix cache: no more than a window",
+    "load-too-short": "a connector has more tokens than the prefix cache, and none is taken: not more than a window",
     "load-whole-prompt": "a load of all known tokens is taken, of which the last one is computed again",
     "load-waited-for": "a request waits for its load while rows of others are computed",
     "load-failed": "a load fails, and the request is looked up again",
@@ -103,5 +103,6 @@ def _table(trace: Trace, number: int, group: int) -> IntArray:
     for step in trace.steps:
         if step.index == life.step and step.tables:
             for row in np.flatnonzero(step.admission == number).tolist():
-                return step.tables[group][row]
+                table: IntArray = step.tables[group][row]
+                return table
     return np.zeros(0, np.int32)

@@ -52,7 +52,11 @@ def with_loads(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
 
 def _add_loads(case: Case, draws: list[_LoadDraw]) -> Case:
     """Each draw a load of another request; of two for one request the later counts. None of a request that continues
-    another: how long its prompt is depends on how the other ends."""
+    another: how long its prompt is depends on how the other ends. None with steps in flight or drafts: no engine has
+    both."""
+    geometry = case.geometry
+    if not draws or geometry.async_scheduling is not UNSET or geometry.drafts is not UNSET:
+        return case
     requests = list(case.requests)
     own = [index for index, request in enumerate(requests) if request.continues is UNSET]
     for draw in draws:
@@ -60,9 +64,8 @@ def _add_loads(case: Case, draws: list[_LoadDraw]) -> Case:
         requests[index] = msgspec.structs.replace(requests[index], load=_load(case, index, draw))
     loaded = msgspec.structs.replace(case, requests=tuple(requests))
     parts = any(request.load is not UNSET and request.load.window == "part" for request in requests)
-    if not parts or case.geometry.window_groups not in (UNSET, 1):
+    if not parts or geometry.window_groups not in (UNSET, 1):
         return loaded
-    geometry = case.geometry
     sizes, longest = Sizes(geometry.window, geometry.block_size, geometry.swa_block_size), max(case.max_lengths)
     # The second window group takes its blocks from the same pool.
     more = blocks_needed(sizes, geometry.max_num_batched_tokens, longest) - ceil(longest / geometry.block_size)

@@ -14,9 +14,11 @@ from invariants.trace import TracedRequest
 class PrefixCache:
     """Which blocks hold which prefix. A prefix is named by a node: the index of its block in a tree of all prefixes."""
 
-    def __init__(self, block_size: int, multiple: int) -> None:
-        """Blocks of ``block_size`` tokens; hits end on multiples of ``multiple`` tokens."""
+    def __init__(self, block_size: int, multiple: int, ahead: int = 0) -> None:
+        """Blocks of ``block_size`` tokens; hits end on multiples of ``multiple`` tokens. ``ahead``: tokens after a
+        block that have to be the same as well."""
         self.block_size = block_size
+        self.ahead = ahead
         self.multiple = multiple
         self._tree: dict[tuple[int, bytes], int] = {}
         self._holders: dict[int, set[int]] = {}
@@ -26,17 +28,17 @@ class PrefixCache:
     def nodes(self, request: TracedRequest) -> list[int]:
         """One node for each full block of everything that the request ever held, prompt and output."""
         data = request.prompt.astype(np.int32).tobytes() + np.array(request.output, np.int32).tobytes()
-        size = 4 * self.block_size
+        size, ahead = 4 * self.block_size, 4 * self.ahead
         nodes, parent = [], 0
-        for end in range(size, len(data) + 1, size):
-            parent = self._tree.setdefault((parent, data[end - size : end]), len(self._tree) + 1)
+        for end in range(size, len(data) - ahead + 1, size):
+            parent = self._tree.setdefault((parent, data[end - size : end + ahead]), len(self._tree) + 1)
             nodes.append(parent)
         return nodes
 
     def lookup(self, nodes: Sequence[int], tokens: int) -> tuple[int, int]:
         """Least and most tokens that a request of ``tokens`` tokens may hit."""
         sure = most = 0
-        for node in nodes[: (tokens - 1) // self.block_size]:
+        for node in nodes[: (tokens - max(self.ahead, 1)) // self.block_size]:
             if not self._holders.get(node):
                 break
             if sure == most and self.certain(node):

@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from invariants.loads import never_ran
-from invariants.trace import IntArray, TracedRequest, Violation
+from invariants.trace import TracedRequest, Violation
 from invariants.view import View
-
-_NO_LIMIT = 1 << 40
 
 
 def broken(site: str, message: str, expected: object, seen: object, **where: Any) -> Violation:
@@ -22,14 +20,11 @@ def broken(site: str, message: str, expected: object, seen: object, **where: Any
     return Violation("progress", message, expected=str(expected), seen=str(seen), site=site, **where)
 
 
-def lives(view: View, tokens: IntArray) -> Iterator[Violation]:
-    """What a life knows at its admission is the prompt and what earlier lives sampled; a preemption lies between two.
-
-    ``tokens`` [rows]: tokens known at the admission of the row's life.
-    """
-    trace = view.trace
-    samples = (view.computed + view.scheduled >= tokens) & (view.admission >= 0)
-    sampled = np.bincount(view.admission[samples], minlength=len(trace.admissions)).tolist()
+def lives(view: View) -> Iterator[Violation]:
+    """What a life knows at its admission is the prompt and what came out before; a preemption lies between two."""
+    trace, flight = view.trace, view.flight
+    alive = view.admission >= 0
+    delivered = np.bincount(view.admission[alive], flight.delivered[alive], len(trace.admissions)).astype(int).tolist()
     known = [len(request.prompt) for request in trace.requests]
     starts: list[list[int]] = [[] for _ in trace.requests]
     for number, life in enumerate(trace.admissions):
@@ -39,15 +34,48 @@ def lives(view: View, tokens: IntArray) -> Iterator[Violation]:
             yield broken("tokens", message, f"{known[life.request]} tokens", life.tokens, request=name)
         if life.resumed != bool(before):
             yield broken("resumed", message, f"resumed {bool(before)}", life.resumed, request=name)
-        known[life.request] += sampled[number]
+        known[life.request] += delivered[number]
         if not never_ran(trace, life):
             before.append(life.step)
     yield from _preemptions(view, starts)
+    yield from _deliveries(view)
     for request, total in zip(trace.requests, known, strict=True):
         count = total - len(request.prompt)
         if count != len(request.output) and not trace.faults:
-            message = f"request {request.id} reached its last known token {count} times"
+            message = f"request {request.id} was given {count} tokens by its rows"
             yield broken("output", message, f"{count} output tokens", len(request.output), request=request.id)
+
+
+def _deliveries(view: View) -> Iterator[Violation]:
+    """Tokens come out in order, once each, and all of them: but those of a step in flight whose request has ended, or
+    was preempted, and those past ``max_tokens`` or the limit for its length (CONTRACT 24)."""
+    trace, flight = view.trace, view.flight
+    if trace.faults:
+        return  # of the last steps nothing came out
+    for number, request in enumerate(trace.requests):
+        total, most = 0, min(request.max_tokens, _room(request, trace.geometry.max_model_len))
+        for row in np.flatnonzero(view.request == number).tolist():
+            sampled, came = int(flight.sampled[row]), int(flight.delivered[row])
+            place, next_one = (
+                int(view.computed[row] + view.scheduled[row] - flight.drafts[row]),
+                len(request.prompt) + total,
+            )
+            at, what = (row, None), f"{view.where(row)} samples {sampled} tokens from position {place} on"
+            if came and place != next_one:
+                yield view.violation("progress", "output", at, f"{what}; {total} came out before", next_one, place)
+            total += came
+            if came > sampled or (came < sampled and total < most and not _cut_off(view, row)):
+                yield view.violation("progress", "output", at, what, f"{sampled} tokens come out", came)
+
+
+def _cut_off(view: View, row: int) -> bool:
+    """Whether the request ended, or was preempted, before the output of its row was processed."""
+    first, last = int(view.step[row]), int(view.flight.known_by(int(view.step[row])))
+    number, steps = int(view.request[row]), view.trace.steps
+    if any(number in step.preempted for step in steps[first + 1 : last]):
+        return True
+    ended = steps[first + 1 : last] if view.trace.requests[number].finished == "abort" else steps[:first]
+    return any(number in step.finished for step in ended)
 
 
 def ends(view: View) -> Iterator[Violation]:
@@ -57,9 +85,13 @@ def ends(view: View) -> Iterator[Violation]:
     for index, step in enumerate(trace.steps):
         for number in step.finished:
             listed.setdefault(number, []).append(index)
+    limit = trace.geometry.max_model_len
     for number, request in enumerate(trace.requests):
-        rows = np.flatnonzero(view.request == number)
-        yield from _end(request, _limit(view), listed.get(number, []), int(view.step[rows[-1]]) if len(rows) else -1)
+        steps, end = view.step[view.request == number], listed.get(number, [])
+        if request.finished == "length" and len(end) == 1:
+            # One may have been scheduled before the output that ended it was processed.
+            steps = steps[(steps <= end[0]) | (view.flight.processed[steps] > end[0])]
+        yield from _end(request, limit, end, int(steps[-1]) if len(steps) else -1)
     yield from _final(view)
 
 
@@ -80,28 +112,22 @@ def _preemptions(view: View, starts: list[list[int]]) -> Iterator[Violation]:
             yield broken("preempted", message, "a preemption between two admissions", "otherwise", request=name)
 
 
-def _limit(view: View) -> int:
-    """Tokens that a request may have."""
-    limit = view.trace.geometry.max_model_len
-    return _NO_LIMIT if limit is UNSET else limit
-
-
-def _end(request: TracedRequest, limit: int, listed: list[int], last: int) -> Iterator[Violation]:
-    """``limit``: tokens that it may have; ``listed``: steps that say it ended; ``last``: its last step with a row, or
-    -1."""
+def _end(request: TracedRequest, limit: int | UnsetType, listed: list[int], last: int) -> Iterator[Violation]:
+    """``limit``: tokens that it may have, if there is one; ``listed``: steps that say it ended; ``last``: its last step
+    with a row, or -1."""
     if request.finished is None:
         message = f"request {request.id} never ended, with {len(request.output)} of {request.max_tokens} tokens"
         yield broken("finished", message, "an end", "none", request=request.id)
         return
-    room = limit - len(request.prompt)
+    room = _room(request, limit)
     tokens = min(request.max_tokens, room)
-    if request.finished == "length" and room > 0 and len(request.output) != tokens:
-        message = f"request {request.id} ended by length"
-        yield broken("output", message, f"{tokens} output tokens", len(request.output), request=request.id)
-    if (request.finished == "refused") != (room < 1) and request.finished != "abort":
+    if limit is not UNSET and (request.finished == "refused") != (room < 1) and request.finished != "abort":
         message = f"a prompt of {len(request.prompt)} tokens leaves room for {room} more in request {request.id}"
         expected = "no refusal" if room > 0 else "refused"
         yield broken("refused", message, expected, request.finished, request=request.id)
+    elif request.finished == "length" and len(request.output) != tokens:
+        message = f"request {request.id} ended by length"
+        yield broken("output", message, f"{tokens} output tokens", len(request.output), request=request.id)
     # An aborted request ends before the step that lists it.
     wanted, fits = {
         "length": (f"number {last} alone", listed == [last] and last >= 0),
@@ -111,6 +137,11 @@ def _end(request: TracedRequest, limit: int, listed: list[int], last: int) -> It
     if not fits:
         message = f"request {request.id} ended by {request.finished}; its last row is in step number {last}"
         yield broken("finished", f"{message}; steps that say it ended", wanted, listed, request=request.id)
+
+
+def _room(request: TracedRequest, limit: int | UnsetType) -> int:
+    """Most output tokens that its prompt leaves room for."""
+    return request.max_tokens if limit is UNSET else limit - len(request.prompt)
 
 
 def _final(view: View) -> Iterator[Violation]:

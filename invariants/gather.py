@@ -4,8 +4,9 @@
 
 The lower bound is the one that the adopted hit implies (``reference.replay_start``), never the worker's own: a worker
 that forgot a replay start is exactly what has to be seen. A per-query consumer reads for every scheduled token. A
-per-row consumer reads for every chunk of more than one token; a row of one token may run as a decode, so it may be left
-out. So it may by one that serves prefills only, and one that serves decodes only may leave out any row.
+per-row consumer reads for every chunk of more tokens than a decode has, which is one and its drafts; a row of fewer may
+run as a decode, so it may be left out. So it may by one that serves prefills only, and one that serves decodes only may
+leave out any row.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from invariants.flight import most_drafts
 from invariants.reference import window_first
 from invariants.trace import NULL_BLOCK, BoolArray, IntArray, Trace, Violation
 from invariants.view import Reads, View, compare, examples, key, key_row, unkey
@@ -131,7 +133,7 @@ def _unmatched(view: View, reads: Reads) -> tuple[IntArray, IntArray]:
     keys = key(reads.row, reads.position)
     owed = reads.asked.copy()
     if reads.per == "row" or reads.serves != "all":
-        owed &= (view.scheduled > 1) & (reads.serves != "decodes")
+        owed &= (view.scheduled > 1 + most_drafts(view.trace.geometry)) & (reads.serves != "decodes")
     owed[reads.row[reads.row >= 0]] = True  # one that may be left out is owed to a consumer that has it
     if reads.per == "query":
         return compare(keys, reads.queries if owed.all() else reads.queries[owed[key_row(reads.queries)]])

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
 """Every request ends, every chunk advances it, no step exceeds its limits, and at the end every block is free.
 
-Relied upon: without speculation a decode computes one token, a step that reaches the last known token samples one, and
-vLLM cuts a chunk short for three reasons only: the request's known tokens end, the step's budget is used up, or
+Relied upon: a decode computes one token and its drafts, a step that reaches the last known token samples one, and vLLM
+cuts a chunk short for three reasons only: the request's known tokens end, the step's budget is used up, or
 ``long_prefill_token_threshold``, which holds where more than one request is waiting or running when the step begins.
 By priority there is a fourth: a request that is preempted for the chunk, or for a later one, had part of the budget.
 """
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from invariants.ends import broken, ends, lives
+from invariants.flight import most_drafts
 from invariants.loads import never_ran, waits
 from invariants.trace import BoolArray, IntArray, Violation
 from invariants.view import View, examples
@@ -30,7 +31,7 @@ def progress(view: View) -> Iterator[Violation]:
     yield from _chunks(view, tokens)
     yield from _limits(view)
     yield from _priorities(view)
-    yield from lives(view, tokens)
+    yield from lives(view)
     yield from waits(view)
     if not view.trace.faults:  # a run that broke off ends nothing, and no-fault says so
         yield from ends(view)
@@ -52,13 +53,13 @@ def _rows(view: View) -> Iterator[Violation]:
 
 
 def _chain(view: View) -> Iterator[Violation]:
-    """A life begins as admitted and goes on where its last chunk ended."""
+    """A life begins as admitted and goes on where its last chunk ended, drafts rejected in it taken back."""
     before = view.before
     goes_on = before >= 0
     for row, more in examples(goes_on & (view.step == view.step[before])):
         message = f"two rows of one step belong to admission {view.admission[row]}{more}"
         yield _at(view, row, "admission", message, 1, 2)
-    end = (view.computed + view.scheduled)[before]
+    end = view.flight.end[before]
     for row, more in examples(goes_on & (view.computed != end)):
         message = f"a chunk starts at {view.computed[row]}, but the one before ended at {end[row]}{more}"
         yield _at(view, row, "computed", message, end[row], view.computed[row])
@@ -86,20 +87,23 @@ def _chunks(view: View, tokens: IntArray) -> Iterator[Violation]:
         yield _at(view, row, "prefill", message, expected, seen)
     limit = _threshold(view)
     want = np.minimum(np.where(left > 0, left, 1), limit)
-    for row, more in examples((view.scheduled < 1) | (view.scheduled > want)):
+    scheduled, drafts = view.scheduled - view.flight.drafts, view.flight.drafts
+    for row, more in examples((scheduled < 1) | (scheduled > want)):
         message = f"{max(left[row], 1)} tokens are left to compute at {view.computed[row]}"
         if limit[row] < _NO_LIMIT:
             message += f", long_prefill_token_threshold is {limit[row]}"
-        yield _at(view, row, "scheduled", message + more, f"1 to {want[row]} tokens", f"{view.scheduled[row]} tokens")
+        yield _at(view, row, "scheduled", message + more, f"1 to {want[row]} tokens", f"{scheduled[row]} tokens")
+    most = np.where(view.flight.samples, most_drafts(view.trace.geometry), 0)
+    for row, more in examples((drafts < 0) | (drafts > most)):
+        message = f"{max(left[row], 1)} tokens are left to compute at {view.computed[row]}{more}"
+        yield _at(view, row, "drafts", message, f"at most {most[row]} drafts after them", f"{drafts[row]} drafts")
     total = np.bincount(view.step, view.scheduled, len(view.trace.steps)).astype(np.int64)
     budget = view.trace.geometry.max_num_batched_tokens
     by_priority = any(request.priority is not None for request in view.trace.requests)
     late = np.array([by_priority and bool(step.preempted) for step in view.trace.steps], np.bool_)[view.step]
-    for row, more in examples((view.scheduled < want) & (total[view.step] < budget) & ~late):
-        message = (
-            f"a chunk is cut to {view.scheduled[row]} of {want[row]} tokens, but its step has {total[view.step[row]]}"
-        )
-        yield _at(view, row, "scheduled", f"{message} of {budget} tokens{more}", want[row], view.scheduled[row])
+    for row, more in examples((scheduled < want) & (total[view.step] < budget) & ~late):
+        message = f"a chunk is cut to {scheduled[row]} of {want[row]} tokens, but its step has {total[view.step[row]]}"
+        yield _at(view, row, "scheduled", f"{message} of {budget} tokens{more}", want[row], scheduled[row])
 
 
 def _threshold(view: View) -> IntArray:
@@ -115,8 +119,9 @@ def _threshold(view: View) -> IntArray:
         if request.finished == "refused":
             continue
         begin = int(np.searchsorted(indices, request.arrive))
-        # An aborted request ends before the step that lists it.
-        alive[begin : ended.get(number, len(indices)) + (request.finished != "abort")] += 1
+        # An aborted request ends before the step that lists it, another one when that step's output is processed.
+        end = ended.get(number, len(indices))
+        alive[begin : end if request.finished == "abort" else int(view.flight.known_by(end))] += 1
     limits: IntArray = np.where(alive > 1, threshold, _NO_LIMIT)[view.step]
     return limits
 

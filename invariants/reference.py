@@ -7,9 +7,11 @@ replays the trace's admissions and steps over a model of the prefix cache (``cac
 read from vLLM 0.33.0 (block_pool, kv_cache_manager) and owed by its documentation:
 
 * A block can be hit as soon as its last token has been *scheduled*, so also later in the same step: KV is written
-  before anyone attends to it. Within a step running requests come first, then admissions in their order.
-* A block is known by all tokens up to its end, whichever request computed them; two blocks may hold the same tokens,
-  and the prefix is lost when the last of them is.
+  before anyone attends to it. Within a step running requests come first, then admissions in their order. But its tokens
+  have to be known: those of a step in flight, and drafts, are when that step's output is processed, if the life that
+  computed them still is the request's.
+* A block is known by all tokens up to its end, whichever request computed them, and by the next one where the drafter's
+  KV depends on it; two blocks may hold the same tokens, and the prefix is lost when the last of them is.
 * Freeing a block, a preemption included, loses nothing. A cached block is lost when the pool hands it out again, in any
   group: then its id appears newly in a block table. Tables only grow, apart from entries that become null.
 * At least one token is left to compute, and hits end on multiples of every group's block size.
@@ -35,7 +37,8 @@ import numpy as np
 from msgspec import UNSET
 
 from invariants.cache import PrefixCache
-from invariants.trace import NULL_BLOCK, Admission, IntArray, Offer, Trace, Turn
+from invariants.flight import tokens_ahead
+from invariants.trace import NULL_BLOCK, Admission, IntArray, Offer, Step, Trace, Turn
 
 
 def adopted_hit(hit: int, replay: int) -> int:
@@ -138,6 +141,12 @@ class _Life:
     """In each group: entries of its table that are not new any more."""
     registered: dict[int, int]
     """In each caching group: blocks that had their turn."""
+    known: int
+    """Tokens, as far as output was processed."""
+    tables: list[IntArray]
+    """[group] as of its latest step."""
+    gone: bool = False
+    """Preempted, or its request ended: what a step in flight still delivers is not its own."""
 
 
 def _at_once(admission: int) -> list[tuple[Turn, int]]:
@@ -154,18 +163,25 @@ class _Replay:
         self.windows = [group for group, kind in enumerate(kinds) if kind == "window" and not trace.replay_expected]
         """Window groups that take part in the prefix cache."""
         caching = (self.cacheable, *self.windows)
-        self.caches = {group: PrefixCache(trace.groups[group].block_size, self.multiple) for group in caching}
+        self.ahead = tokens_ahead(trace.geometry)
+        self.caches = {
+            group: PrefixCache(trace.groups[group].block_size, self.multiple, self.ahead) for group in caching
+        }
         self.nodes: dict[tuple[int, int], list[int]] = {}
         """Of each request, in each caching group."""
         self.lives: dict[int, _Life] = {}
         self.running: set[int] = set()
         """Admissions that have had a row."""
+        self.processed = 0
+        """Steps, from the first on."""
 
     def run(self) -> list[Prediction | None]:
         admissions = self.trace.admissions
         predictions: list[Prediction | None] = [None] * len(admissions)
         by_priority = any(request.priority is not None for request in self.trace.requests)
         for step in self.trace.steps:
+            if step.processed is not None:
+                self._process(step.processed)
             if by_priority and step.preempted:
                 for cache in self.caches.values():
                     cache.doubt()
@@ -175,12 +191,13 @@ class _Replay:
                         cache.clear()
                     elif event == "drop_blocks":
                         cache.doubt()
+            self._leave(step)
             first: dict[int, tuple[list[IntArray], int]] = {}
             ends = (step.computed + step.scheduled).tolist()
             for row, (admission, end) in enumerate(zip(step.admission.tolist(), ends, strict=True)):
                 tables = [group[row] for group in step.tables]
                 if admission in self.running:
-                    self._schedule(tables, self.lives[admission], end)
+                    self._schedule(step, tables, self.lives[admission], end)
                 elif 0 <= admission < len(admissions):
                     first[admission] = tables, end
             for turn, admission in step.queue or [turn for number in sorted(first) for turn in _at_once(number)]:
@@ -193,10 +210,35 @@ class _Replay:
                     self.lives[admission] = self._adopt(life)
                     continue
                 # A first chunk may end inside the replayed range, and what was adopted is cached all the same.
-                self._schedule(tables, self.lives[admission], max(end, life.hit))
+                self._schedule(step, tables, self.lives[admission], max(end, life.hit))
                 if turn == "run":
                     self.running.add(admission)
         return predictions
+
+    def _process(self, steps: int) -> None:
+        """Take note of the outputs of all steps up to that number, in their order."""
+        for step in self.trace.steps[self.processed : steps]:
+            ends = (step.computed + step.scheduled).tolist()
+            drafts, delivered = step.drafts, step.delivered or {}
+            for row, admission in enumerate(step.admission.tolist()):
+                life = self.lives.get(admission)
+                if life is None or life.gone or not delivered.get(life.request):
+                    continue
+                life.known = ends[row] + delivered[life.request] - (0 if drafts is None else int(drafts[row]))
+                self._register(life, life.known - 1)
+            for request in step.finished:
+                self._gone(request)
+        self.processed = max(self.processed, steps)
+
+    def _leave(self, step: Step) -> None:
+        """Lives that end before the step is executed."""
+        aborted = [request for request in step.finished if self.trace.requests[request].finished == "abort"]
+        for request in (*step.preempted, *aborted):
+            self._gone(request)
+
+    def _gone(self, request: int) -> None:
+        for life in self.lives.values():
+            life.gone |= life.request == request
 
     def _admit(self, tables: list[IntArray], admission: Admission) -> Prediction:
         """Look the request up, before it takes its blocks."""
@@ -223,7 +265,8 @@ class _Replay:
         """The life as it begins: what it adopted is neither new nor registered again. Blocks for a load are new."""
         blocks = [admission.local // group.block_size for group in self.trace.groups]
         seen = [adopted if group in self.caches else 0 for group, adopted in enumerate(blocks)]
-        life = _Life(admission.request, seen, {group: blocks[group] for group in self.caches})
+        caching = {group: blocks[group] for group in self.caches}
+        life = _Life(admission.request, seen, caching, admission.tokens, [])
         if admission.load:
             self._hand_out(admission.load.tables, life)
         return life
@@ -252,9 +295,15 @@ class _Replay:
                     for cache in self.caches.values():
                         cache.evict(block)
 
-    def _schedule(self, tables: list[IntArray], life: _Life, end: int) -> None:
-        """Blocks newly in the life's tables lose what they held; blocks full with ``end`` tokens can be hit."""
+    def _schedule(self, step: Step, tables: list[IntArray], life: _Life, end: int) -> None:
+        """Blocks newly in the life's tables lose what they held; those full with known tokens can be hit."""
         self._hand_out(tables, life)
+        life.tables = tables
+        # Without a word about it, what is scheduled is known.
+        self._register(life, end if step.processed is None else min(end, life.known - self.ahead))
+
+    def _register(self, life: _Life, end: int) -> None:
+        """Blocks that are full with ``end`` tokens, and whose name is known, can be hit."""
         for group, cache in self.caches.items():
             first, last = life.registered[group], end // self.multiple * self.multiple // cache.block_size
             if last <= first:
@@ -263,7 +312,7 @@ class _Replay:
             kept = None if group == self.cacheable else self._retained(life.request, end, cache.block_size)
             nodes = self._nodes(life.request, group)[first:last]
             # Without tables a prefix stands for its block: it is never seen to be evicted.
-            blocks = tables[group][first:last].tolist() if tables else [-node for node in nodes]
+            blocks = life.tables[group][first:last].tolist() if life.tables else [-node for node in nodes]
             for index, (block, node) in enumerate(zip(blocks, nodes, strict=False), first):
                 if block != NULL_BLOCK and (kept is None or index in kept):
                     cache.register(block, node)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from invariants.flight import reserved_slots
 from invariants.trace import NULL_BLOCK, Violation
 from invariants.view import View, examples, key
 
@@ -64,8 +65,9 @@ def growth(view: View) -> Iterator[Violation]:
 
 def extent(view: View) -> Iterator[Violation]:
     """A table reaches to the end of its row's hit or chunk, whichever is later: a chunk that ends inside the replayed
-    range allocates nothing new (CONTRACT 10)."""
-    end = np.maximum(view.hit, view.computed + view.scheduled)
+    range allocates nothing new (CONTRACT 10). What was allocated for drafts since rejected stays; so do slots for KV of
+    the drafter's own."""
+    end = np.maximum(view.hit, view.flight.reach) + reserved_slots(view.trace.geometry)
     for group, table in enumerate(view.tables):
         most = -(-end // table.block_size)
         for row, more in examples(table.length > most):

@@ -53,6 +53,13 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A longer prefill gets at most this many tokens a step; 0 = no limit."""
     replay: bool = True
     """Bounded replay asked for (vLLM's ``--swa-bounded-replay``)."""
+    async_scheduling: Literal[True] | UnsetType = UNSET
+    """A step is scheduled while the one before it is in flight: executed, but its output not yet seen."""
+    drafts: int | UnsetType = UNSET
+    """Speculative tokens that a decode verifies at most (vLLM's ``num_speculative_tokens``); unset: none."""
+    drafter: Literal["mtp", "dspark"] | UnsetType = UNSET
+    """Who drafts. mtp, dspark: one with KV of its own, so that slots for ``drafts`` tokens more are reserved; mtp's KV
+    at a position depends on the next token. Unset: one without, as ngram."""
     window_groups: int | UnsetType = UNSET
     """Sliding-window groups, all alike but for their block tables; unset: one. DeepSeek-V4.1 has four."""
     retention: int | UnsetType | None = UNSET
@@ -301,6 +308,15 @@ class Step:
     queue: list[tuple[Turn, int]] = field(default_factory=list)
     """What the scheduler did with those that waited, in its order, and for which admission. Empty: all admissions that
     begin in the step, each looked up and then run."""
+    processed: int | None = None
+    """Steps of the trace, from the first one on, whose output the scheduler had when it scheduled this one. None: that
+    of all before it. What follows is known, too, where this is."""
+    drafts: IntArray | None = None
+    """int32 [rows], how many of the scheduled tokens, the last ones, are drafts to be verified."""
+    accepted: IntArray | None = None
+    """int32 [rows], drafts that turned out right when the step was executed. The KV of the others is void."""
+    delivered: dict[int, int] | None = None
+    """Request (index) to tokens that its client got of this step's output, which may be fewer than were sampled."""
     idled: bool = False
     """After the step the engine had no request for a while, and so ran a dummy batch, as a data-parallel rank does
     while others have requests. What that wrote and read is listed with rows of no request."""

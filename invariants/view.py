@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from invariants import reference
+from invariants.flight import Flight
 from invariants.lineage import lineage
 from invariants.trace import DECODER_FIRST, DECODER_REST, BoolArray, Gathers, Group, IntArray, Trace, Violation
 
@@ -151,6 +152,11 @@ class View:
     def lineage(self) -> list[IntArray]:
         """See ``invariants.lineage``."""
         return lineage(self.trace)
+
+    @cached_property
+    def flight(self) -> Flight:
+        """See ``invariants.flight``."""
+        return Flight(self)
 
     @property
     def may_drift(self) -> bool:

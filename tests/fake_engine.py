@@ -7,7 +7,9 @@ Their traces are those of a run in which every request was refused, which no inv
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from fuzz.case import Case
 from fuzz.engines.base import Refused, Unavailable
@@ -25,7 +27,8 @@ class Clean:
 
     def run(self, case: Case, brisk: bool = False) -> Trace:
         self.runs += 1
-        sizes, blocks = case.geometry, case.geometry.num_blocks - 1
+        # Where no limit is given, nobody says who should have been refused.
+        sizes, blocks = msgspec.structs.replace(case.geometry, max_model_len=UNSET), case.geometry.num_blocks - 1
         trace = Trace(
             engine=self.name,
             geometry=sizes,

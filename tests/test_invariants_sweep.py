@@ -31,7 +31,7 @@ HARMLESS = {
     r"steps/2/gathers/\d/cell_writer/[0-2]": "replay off: KV that the request wrote itself is as good as adopted KV",
 }
 
-POINTS_NOWHERE = re.compile(r"admissions/\d/request")
+POINTS_NOWHERE = re.compile(r"admissions/\d/request|steps/\d/finished/\d")
 """An index that the engine makes up itself: judging one that points nowhere raises IndexError."""
 
 

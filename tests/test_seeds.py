@@ -100,6 +100,16 @@ CLAIMS: dict[str, set[str]] = {
     "load-with-window-replay-off": {"loaded-blocks-hit", "replay-off-hit"},
     "load-of-a-hit-no-longer-than-the-window": {"load-too-short", "load-with-window", "load-ends-mid-block"},
     "load-of-a-whole-prompt": {"load-whole-prompt", "load-with-window"},
+    "in-flight-abort": {"aborted-in-flight", "step-in-flight"},
+    "in-flight-preempt": {"preempted-in-flight", "output-dropped", "preempted-then-hit"},
+    "in-flight-preempt-by-pool": {"preempted-in-flight", "output-after-preemption"},
+    "in-flight-replay": {"replay-in-flight", "replay-only-chunk"},
+    "drafts-after-replay": {"drafts-after-replay", "drafts-accepted"},
+    "drafts-hit-after-rejection": {"hit-after-rejected-drafts", "resumed-replays-output"},
+    "drafts-in-flight": {"drafts-in-flight", "ended-in-flight"},
+    "drafts-pad-a-prefill": {"prefill-with-drafts"},
+    "drafts-rejected-at-edge": {"drafts-across-block-edge", "drafts-rejected"},
+    "mtp-next-token": {"next-token-differs", "one-token-tail"},
 }
 """Slug to the edges that the seed must reach."""
 

@@ -69,6 +69,10 @@ def full() -> Trace:
         events=["preempt"],
         idled=True,
         queue=[("look up", 0)],
+        processed=2,
+        drafts=ints(2),
+        accepted=ints(1),
+        delivered={0: 2},
     )
     load = Load(4, carried=True, begun=1, waits=True, tables=[ints(1, 2)], over=2, failed=True)
     digests = np.array([(1 << 64) - 1], np.uint64)

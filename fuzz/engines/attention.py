@@ -26,6 +26,7 @@ from fuzz.engines import aiter
 from fuzz.engines import config as vllm_setup
 from fuzz.engines.config import is_window
 from fuzz.engines.consumers import as_slots, rows, workspace
+from fuzz.engines.drive import Scheduled
 from fuzz.engines.layer import HEAD, ROPE, make_layer
 from fuzz.engines.scheduler import SchedulerEngine
 from fuzz.engines.worker import Worker
@@ -187,9 +188,9 @@ class AttendingWorker(Worker):
         self.attended: list[tuple[Batch, dict[str, Attended]]] = []
         """Each step with tokens, and what came of it, by way."""
 
-    def step(self, output: Any) -> Batch | None:
+    def step(self, scheduled: Scheduled) -> Batch | None:
         """See ``Worker.step``. What attention reads is among the batch's lists."""
-        batch = super().step(output)
+        batch = super().step(scheduled)
         if batch is None or not self._consumers:
             return batch
         metadata = self._consumers[0].rocm_metadata()

@@ -86,6 +86,12 @@ def vllm_config(case: Case) -> Any:
     config.cache_config.num_gpu_blocks = geometry.num_blocks
     config.cache_config.swa_bounded_replay = geometry.replay
     config.kv_transfer_config = _transfer_config() if case.has_loads else None
+    if case.has_loads and (geometry.async_scheduling is not UNSET or geometry.drafts is not UNSET):
+        raise Refused("external loads with steps in flight or drafts: when a load is over is not followed there")
+    if geometry.drafts is not UNSET and geometry.drafts >= geometry.max_num_batched_tokens:
+        raise Refused(f"a step of {geometry.max_num_batched_tokens} tokens has no room for {geometry.drafts} drafts")
+    scheduler.async_scheduling = geometry.async_scheduling is not UNSET
+    config.speculative_config = None if geometry.drafts is UNSET else _speculation(config, geometry)
     config.cache_config.prefix_cache_retention_interval = 0 if geometry.retention is UNSET else geometry.retention
     try:
         scheduler.verify_max_model_len(case.max_model_len)
@@ -104,6 +110,30 @@ def _transfer_config() -> Any:
         kv_role="kv_consumer",
         kv_load_failure_policy="recompute",
     )
+
+
+def refuse_flight(geometry: Geometry, engine: str) -> None:
+    """For an engine that knows nothing of steps in flight and drafts. Raises ``Refused``."""
+    if geometry.async_scheduling is not UNSET or geometry.drafts is not UNSET:
+        raise Refused(f"engine {engine} has no async scheduling and no drafts")
+
+
+def _speculation(config: Any, geometry: Geometry) -> Any:
+    """vLLM's SpeculativeConfig, without a drafter: its method says which slots and hashes the scheduler keeps."""
+    from vllm.config import SpeculativeConfig
+
+    speculation = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=geometry.drafts,
+        prompt_lookup_min=1,
+        prompt_lookup_max=1,
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
+    )
+    if geometry.drafter is not UNSET:
+        # Asked for at once, it would look for the drafter's checkpoint.
+        speculation.method = geometry.drafter
+    return speculation
 
 
 def accepts(config: Any, prompt: int) -> bool:
@@ -207,7 +237,8 @@ def make_scheduler(config: Any, layout: Any) -> tuple[Any, Any]:
         raise Refused(one_line(error)) from error
     hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
     init_none_hash(hash_fn)
-    return scheduler, get_request_block_hasher(hash_block_size, hash_fn)
+    ahead = config.num_hash_lookahead_tokens
+    return scheduler, get_request_block_hasher(hash_block_size, hash_fn, *([ahead] if ahead else ()))
 
 
 def make_loader(config: Any, layout: Any) -> Any:

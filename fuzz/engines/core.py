@@ -68,8 +68,8 @@ class Core:
             if spec.block_size != wanted:
                 raise Refused(f"vLLM makes blocks of {spec.block_size} tokens out of blocks of {wanted}")
 
-    def step(self, output: Any) -> Batch | None:  # noqa: ARG002
-        """What the worker made of the SchedulerOutput that it has just executed (``record.Batches``)."""
+    def step(self, scheduled: Scheduled) -> Batch | None:  # noqa: ARG002
+        """What the worker made of the step that it has just executed (``record.Batches``)."""
         return recorder.take()
 
     @property
@@ -114,6 +114,7 @@ def _config(case: Case, probe: Probe, arm: str) -> Any:
     from fuzz.probe.model import Sizes, hf_config
 
     geometry = case.geometry
+    vllm_setup.refuse_flight(geometry, "cpu")
     if any(field is not UNSET for field in (geometry.window_groups, geometry.retention, geometry.max_model_len)):
         raise Refused("window_groups, retention and max_model_len are for engines without a model")
     if geometry.block_size % probe.compress_ratio:

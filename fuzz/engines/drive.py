@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
-"""Drives vLLM's Scheduler through a case: requests as they arrive, events, a step, a token for whoever is due one.
+"""Drives vLLM's Scheduler through a case: requests as they arrive, events, a step, its output.
 
-``Driver`` alone has no model: the next token is a fixed function of all tokens so far, so that equal prompts get equal
-outputs, as greedy decoding gives. ``core.py`` has one with a model. Nothing is recorded here; ``record.py`` looks on.
+``Driver`` alone has no model: ``device.py`` says what is sampled. ``core.py`` has one with a model. Nothing is recorded
+here; ``record.py`` looks on. With async scheduling a step's output comes after the next step has been scheduled and
+executed, as in ``EngineCore.step_with_batch_queue``; so events hit with a step in flight.
 """
 
 from __future__ import annotations
 
 import time
-import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,7 +19,8 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from fuzz.case import FIRST_TOKEN, TOKENS, Case, Event, Request
+from fuzz.case import Case, Event, Request
+from fuzz.engines.device import Device, Sample
 from invariants.trace import IntArray
 
 IDLE_STEPS = 8
@@ -40,6 +42,14 @@ class Scheduled:
     """Kinds of the events that took effect before the step."""
     finished: list[int] = field(default_factory=list)
     """Requests (indices in the case) aborted before the step; those that end with its output join after it."""
+    processed: int = 0
+    """Steps whose output the scheduler had, from the first on."""
+    samples: dict[str, Sample] = field(default_factory=dict)
+    """What each row samples, by request; empty where a model says."""
+    ahead: dict[str, int] = field(default_factory=dict)
+    """By request: rejected drafts that the scheduler still counts as computed, of steps in flight."""
+    delivered: dict[int, int] = field(default_factory=dict)
+    """Tokens of the step's output, by request (index); filled in when it is processed."""
 
 
 class Driver:
@@ -74,8 +84,11 @@ class Driver:
         self._held_back: list[Request] = []
         """Requests whose step has come before the one that they continue has ended."""
         self._live: dict[str, Any] = {}
-        self._seen = [0] * len(case.requests)
-        """For each: a digest of its tokens so far."""
+        self._device = Device(case)
+        self._flying: deque[Scheduled] = deque()
+        """Steps that are executed, and their output not processed."""
+        self._executed = 0
+        """Steps."""
 
     def run(self, look: Callable[[Scheduled], None], idle_batch: Callable[[], None] = lambda: None) -> None:
         """To the end of the case; ``look`` sees each step before its output, and ``idle_batch`` is called once where no
@@ -102,6 +115,7 @@ class Driver:
                     f"no token came out in {stuck} steps, though some were scheduled for {', '.join(self._live)}"
                 )
             self.step += 1
+        self._land(0)
 
     @property
     def _loading(self) -> bool:
@@ -114,6 +128,8 @@ class Driver:
 
     def _hand_over(self, arrivals: list[Request], idle_batch: Callable[[], None]) -> None:
         """What may go to vLLM before this step; ``arrivals``: the others, the next one last."""
+        if not self._live:
+            self._land(0)
         nobody = not self._live and not self._loading and not any(map(self._may_start, self._held_back))
         if nobody and arrivals[-1].arrive > self.step:
             if self.step:
@@ -141,7 +157,6 @@ class Driver:
             before = self._index[earlier]
             parts = self.prompts[before], np.array(self.outputs[before], np.int32), self.prompts[index]
             self.prompts[index] = np.concatenate(parts)
-        self._seen[index] = zlib.crc32(self.prompts[index].tobytes())
         self.arrived[index] = self.step
         if not self.accepts(len(self.prompts[index])):
             self.ends[index] = "refused"
@@ -154,6 +169,7 @@ class Driver:
             block_hasher=self._hasher,
             priority=0 if request.priority is UNSET else request.priority,
         )
+        self._device.add(name, self.prompts[index])
         self.scheduler.add_request(self._live[name])
 
     def sampling(self, request: Request) -> Any:
@@ -165,10 +181,24 @@ class Driver:
         return SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True, extra_args=args or None)
 
     def advance(self, scheduled: Scheduled, look: Callable[[Scheduled], None]) -> None:
-        """One step: schedule, look, give vLLM the output."""
+        """Schedule a step, execute and look at it, and process what output is due."""
         scheduled.output = self.scheduler.schedule()
+        scheduled.processed = self._executed - len(self._flying)
+        begun = {data.req_id for data in scheduled.output.scheduled_new_reqs}
+        for step in self._flying:
+            for name, sample in step.samples.items():
+                if sample.rejected and name not in begun:
+                    scheduled.ahead[name] = sample.rejected
+        scheduled.samples = self._device.execute(scheduled.output)
+        self._executed += 1
+        self._flying.append(scheduled)
         look(scheduled)
-        self._sample(scheduled)
+        self._land(0 if self.case.geometry.async_scheduling is UNSET else 1)
+
+    def _land(self, left: int) -> None:
+        """Process the output of all steps in flight but the last ``left``."""
+        while len(self._flying) > left:
+            self._process(self._flying.popleft())
 
     def _apply_events(self, scheduled: Scheduled) -> None:
         for event in self.case.events:
@@ -201,21 +231,18 @@ class Driver:
         self.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
         return True
 
-    def _sample(self, scheduled: Scheduled) -> None:
-        """Hand the scheduler the next token of every request whose known tokens are all computed."""
+    def _process(self, scheduled: Scheduled) -> None:
+        """Hand the scheduler what a step has sampled."""
         from vllm.v1.outputs import ModelRunnerOutput
 
-        names = list(scheduled.output.num_scheduled_tokens)
-        requests = [self._live[name] for name in names]
-        due = [request.num_computed_tokens >= request.num_tokens for request in requests]
+        names = list(scheduled.samples)
+        before = {name: self._live[name].num_output_tokens for name in names if name in self._live}
         result = self.scheduler.update_from_output(
             scheduled.output,
             ModelRunnerOutput(
                 req_ids=names,
                 req_id_to_index={name: row for row, name in enumerate(names)},
-                sampled_token_ids=[
-                    [self._next_token(name)] if is_due else [] for name, is_due in zip(names, due, strict=True)
-                ],
+                sampled_token_ids=[list(sample.tokens) for sample in scheduled.samples.values()],
                 logprobs=None,
                 prompt_logprobs_dict={},
                 pooler_output=[],
@@ -223,7 +250,24 @@ class Driver:
             ),
         )
         self.count(result)
+        for name, known in before.items():
+            new = self._live[name].output_token_ids[known:]
+            self.outputs[self._index[name]] += new
+            if new:
+                scheduled.delivered[self._index[name]] = len(new)
         self.end_finished(names, scheduled)
+        self._draft(names)
+
+    def _draft(self, names: list[str]) -> None:
+        """Give the scheduler the drafts made after a step. A step in flight has only placeholders: vLLM leaves the
+        drafts on the device then."""
+        geometry = self.case.geometry
+        if geometry.drafts is UNSET or geometry.async_scheduling is not UNSET:
+            return
+        from vllm.v1.outputs import DraftTokenIds
+
+        live = [name for name in names if name in self._live]
+        self.scheduler.update_draft_token_ids(DraftTokenIds(live, [self._device.drafts(name) for name in live]))
 
     def _transfers(self, output: Any) -> Any:
         """vLLM's KVConnectorOutput: what the worker's half of the connector makes of the step."""
@@ -242,15 +286,8 @@ class Driver:
     def end_finished(self, names: list[str], scheduled: Scheduled) -> None:
         """Note which of them vLLM has dropped with this step's output."""
         for name in names:
-            if name not in self.scheduler.requests:
+            if name in self._live and name not in self.scheduler.requests:
                 self._end(name, "length", scheduled)
-
-    def _next_token(self, name: str) -> int:
-        index = self._index[name]
-        token = FIRST_TOKEN + self._seen[index] % TOKENS
-        self._seen[index] = zlib.crc32(np.int32(token).tobytes(), self._seen[index])
-        self.outputs[index].append(token)
-        return token
 
     def _end(self, name: str, how: Literal["length", "abort"], scheduled: Scheduled) -> None:
         self.ends[self._index[name]] = how

@@ -37,6 +37,7 @@ class KernelsEngine(SchedulerEngine):
     def run(self, case: Case, brisk: bool = False) -> Trace:  # noqa: ARG002 - without kernels nothing is left
         """See ``Engine.run``."""
         refuse_loads(case)
+        vllm_setup.refuse_flight(case.geometry, self.name)
         started, before = time.perf_counter(), triton_cpu.fallbacks.copy()
         if case.geometry.max_model_len is not UNSET:
             raise Refused("a planner refuses nothing and cuts nothing, so max_model_len cannot be set")

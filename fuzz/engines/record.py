@@ -4,6 +4,12 @@
 
 Relied upon: block tables are read from the KV-cache manager right after scheduling, before the output is processed, so
 they are the ones that the step runs with. Writes reach the shadow cache before gathers are read, as in a layer.
+
+A step that is recorded is executed: all that it writes and reads comes before the writes of the next one, though its
+output is not processed yet (``device.py``). So a block may change hands while the step that reads it is in flight, as
+long as nobody but a later step writes it, and that is all that vLLM promises without a KV connector. What cannot be
+right is a block that is taken from a request by a count of tokens of which some are rejected: then the next step reads
+below what the scheduler took for the window's first position, in a block that is null by then, or somebody else's.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec import UNSET
 
 from fuzz.engines.drive import Scheduled
 from fuzz.engines.loads import Loads, Log
@@ -47,8 +54,8 @@ from invariants.trace import (
 class Batches(Protocol):
     """Who knows what the worker made of a scheduler output."""
 
-    def step(self, output: Any) -> Batch | None:
-        """The batch of a SchedulerOutput; None if it schedules nothing."""
+    def step(self, scheduled: Scheduled) -> Batch | None:
+        """The batch of a step; None if it schedules nothing."""
         ...
 
 
@@ -85,6 +92,9 @@ class StepRecorder:
         self._changed = False
         """Whether a block table of the step differs from what the shadow cache knows."""
         self._log: Log = []
+        geometry = trace.geometry
+        self._flies = geometry.async_scheduling is not UNSET or geometry.drafts is not UNSET
+        """Whether scheduling is ahead of what is known: steps in flight, or drafts."""
         self._watch_lookups(scheduler.kv_cache_manager)
         has_connector = getattr(scheduler, "connector", None) is not None
         self._loads = Loads(trace, scheduler, self._shadows, self._log) if has_connector else None
@@ -108,13 +118,16 @@ class StepRecorder:
         queue = self._admit(scheduled)
         admitted = first_new < len(self._trace.admissions) or bool(queue)
         self._changed = admitted or bool(output.kv_cache_block_copies)
-        batch = self._worker.step(output) if self._worker else None
+        batch = self._worker.step(scheduled) if self._worker else None
         names = batch.request_ids if batch else list(output.num_scheduled_tokens)
         if admitted or names != self._rows.names:
             self._rows = self._rows_of(names)
         tokens = np.array([output.num_scheduled_tokens[name] for name in names], np.int32)
-        # The scheduler has already counted this step's tokens.
-        counted = np.array([self._scheduler.requests[name].num_computed_tokens for name in names], np.int32)
+        # The scheduler has already counted this step's tokens, and not yet taken back what a step in flight rejects.
+        ahead = scheduled.ahead
+        counted = np.array(
+            [self._scheduler.requests[name].num_computed_tokens - ahead.get(name, 0) for name in names], np.int32
+        )
         step = Step(
             index=scheduled.index,
             request=self._rows.request,
@@ -130,13 +143,28 @@ class StepRecorder:
             preempted=sorted(self._request[name] for name in output.preempted_req_ids or ()),
             queue=queue,
         )
+        samples = [scheduled.samples[name] for name in names] if self._flies else []
+        if self._flies:
+            step.processed, step.delivered = scheduled.processed, scheduled.delivered
+            step.drafts = np.array([sample.drafts for sample in samples], np.int32)
+            step.accepted = np.array([sample.accepted for sample in samples], np.int32)
         if self._changed:
             self._follow_blocks(step, output, first_new)
         if batch:
             self._from_worker(step, batch)
         elif names:
             self._from_contract(step, self._rows)
+        rejected = np.array([sample.rejected for sample in samples], np.int32)
+        if rejected.any():
+            self._reject(step, step.computed + step.scheduled - rejected)
         return step
+
+    def _reject(self, step: Step, end: IntArray) -> None:
+        """After all is read: KV from ``end`` [rows] on is nobody's, so who reads it before it is written is seen."""
+        for writes in step.writes[: len(self._shadows)]:
+            void = (writes.position >= end[writes.row]) & (writes.slot >= 0)
+            nobody = np.full(np.count_nonzero(void), NOBODY, np.int32)
+            self._shadows[writes.group].write(nobody, nobody, writes.slot[void])
 
     def _rows_of(self, names: list[str]) -> _Rows:
         numbers = [self._admission[name] for name in names]

@@ -19,6 +19,8 @@ from fuzz import triton_cpu
 from fuzz.engines import rocm
 from fuzz.engines.config import is_window
 from fuzz.engines.consumers import Consumers
+from fuzz.engines.device import Sample
+from fuzz.engines.drive import Scheduled
 from fuzz.probe.batch import Batch, Padding, copy_batch, copy_padding
 
 
@@ -67,7 +69,7 @@ class Worker:
         runner.kv_cache_config = layout
         runner.kv_caches = []
         runner.max_num_reqs = scheduler.max_num_seqs
-        runner.decode_query_len = 1
+        runner.decode_query_len = 1 + config.num_speculative_tokens
         runner.use_pp = False
         # The last pipeline rank samples, which needs a model; the others do all that is wanted here.
         runner.is_last_pp_rank = False
@@ -89,7 +91,7 @@ class Worker:
             **sizes,
             max_model_len=config.model_config.max_model_len,
             max_num_batched_tokens=tokens,
-            num_speculative_steps=0,
+            num_speculative_steps=config.num_speculative_tokens,
             vocab_size=config.model_config.get_vocab_size(),
             device=device,
         )
@@ -106,12 +108,12 @@ class Worker:
         self._padding = padding
         self._most = scheduler.max_num_seqs, tokens
 
-    def step(self, output: Any) -> Batch | None:
-        """Take in one SchedulerOutput; None if it schedules nothing."""
+    def step(self, scheduled: Scheduled) -> Batch | None:
+        """Take in one step; None if it schedules nothing."""
         from vllm.config.compilation import CUDAGraphMode
         from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-        runner = self._runner
+        runner, output = self._runner, scheduled.output
         runner.finish_requests(output)
         runner.add_requests(output)
         runner.update_requests(output)
@@ -134,8 +136,28 @@ class Worker:
         batched = dict(zip(seen.request_ids, seen.scheduled.tolist(), strict=True))
         if batched != output.num_scheduled_tokens:
             raise Disagreement(f"the worker batches {batched}, the scheduler scheduled {output.num_scheduled_tokens}")
-        runner.postprocess_num_computed_tokens(batch)
+        self._settle(batch, scheduled.samples)
         return seen
+
+    def _settle(self, batch: Any, samples: dict[str, Sample]) -> None:
+        """Count what is computed; with drafts as the last pipeline rank does, which knows how many are rejected."""
+        import torch
+        from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+
+        runner = self._runner
+        if not runner.vllm_config.num_speculative_tokens:
+            runner.postprocess_num_computed_tokens(batch)
+            return
+        sampled = torch.tensor([1 + samples[name].accepted for name in batch.req_ids], dtype=torch.int32)
+        tokens = torch.zeros((len(batch.req_ids), runner.decode_query_len), dtype=torch.int64)
+        for row, name in enumerate(batch.req_ids):
+            tokens[row, : len(samples[name].tokens)] = torch.tensor(samples[name].tokens)
+        prefill_len = runner.req_states.prefill_len.gpu
+        counts = get_num_sampled_and_rejected(
+            sampled.to(runner.device), batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, prefill_len
+        )
+        starts = batch.query_start_loc
+        runner.postprocess_sampled(batch.idx_mapping, tokens.to(runner.device), *counts, starts)
 
     def idle(self) -> Padding:
         """What a data-parallel rank without requests writes and reads when the others have a batch."""
