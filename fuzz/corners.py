@@ -263,7 +263,12 @@ def _add_turns(case: Case, first: int, turns: list[tuple[int, str, int]]) -> Cas
         before, length = len(requests) - 1, length + added
     case = msgspec.structs.replace(case, requests=tuple(requests))
     needed = 1 + blocks_needed(sizes, case.geometry.max_num_batched_tokens, case.max_model_len)
-    geometry = msgspec.structs.replace(case.geometry, num_blocks=max(case.geometry.num_blocks, needed))
+    geometry = msgspec.structs.replace(
+        case.geometry,
+        num_blocks=max(case.geometry.num_blocks, needed),
+        # The longest request may have become shorter.
+        long_prefill_token_threshold=min(case.geometry.long_prefill_token_threshold, case.max_model_len),
+    )
     return msgspec.structs.replace(case, geometry=geometry)
 
 

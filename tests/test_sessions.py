@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 from test_strategies import sample
 
 from fuzz.case import Case, CaseError, Event, Request, check, decode, encode
@@ -83,6 +85,15 @@ def test_one_generated_case_in_ten_has_a_session() -> None:
     assert 15 <= len(continued) <= 120
     for case in continued:
         check(case)
+
+
+def test_a_session_leaves_the_threshold_within_the_longest_request() -> None:
+    """vLLM refuses one beyond; a request that is continued may have fewer output tokens than it had."""
+    sizes = msgspec.structs.replace(SIZES, max_num_batched_tokens=40, long_prefill_token_threshold=32)
+    one = msgspec.structs.replace(ONE, prompt=(("s", 0, 22),))
+    made = sample(with_turns(st.just(Case(geometry=sizes, requests=(one,)))), 200)
+    assert any(case.max_model_len < 32 for case in made)
+    assert all(case.geometry.long_prefill_token_threshold <= case.max_model_len for case in made)
 
 
 @pytest.mark.parametrize("kind", ["exact", "deep", "decoder"])
