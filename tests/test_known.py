@@ -90,3 +90,33 @@ def test_a_hit_on_what_was_computed_but_is_gone_is_news(withdrawn: Trace):
     assert View(withdrawn).lineage[2][0] < 0
     news, _ = known.split(found, withdrawn)
     assert news == found
+
+
+@pytest.fixture
+def loaded(engine: Engine) -> Trace:
+    """The last token of a prompt that was loaded as a whole reads a position that has no block."""
+    (path, _) = [path for path in corpus.files(corpus.folder("scheduler", "known")) if "whole-prompt" in path.name]
+    return engine.run(corpus.read(path), brisk=True)
+
+
+def test_the_one_position_that_a_load_of_a_whole_prompt_has_no_block_for_is_known(loaded: Trace):
+    news, old = known.split(judge(loaded), loaded)
+    assert not news
+    assert {(violation.step, violation.position) for violation in old["whole-prompt-loaded"]} == {(1, 5)}
+
+
+LOAD_CHANGES: dict[str, Callable[[Trace], object]] = {
+    "of all tokens but the last": lambda trace: setattr(trace.admissions[0], "tokens", 8),
+    "without its window": lambda trace: setattr(trace.admissions[0].load, "carried", False),
+    "that is sync": lambda trace: setattr(trace.admissions[0].load, "waits", False),
+    "beside another null block": lambda trace: trace.steps[1].tables[1][0].put(3, NULL_BLOCK),
+}
+
+
+@pytest.mark.parametrize("name", LOAD_CHANGES)
+def test_the_null_block_after_another_load_is_another_matter(loaded: Trace, name: str):
+    found = judge(loaded)
+    LOAD_CHANGES[name](loaded)
+    _, old = known.split(found, loaded)
+    assert found
+    assert "whole-prompt-loaded" not in old
