@@ -51,7 +51,7 @@ def with_probe(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
 
 
 def _add_probe(case: Case, probe: Probe, asks: int) -> Case:
-    """``asks``: whether a request asks for prompt logprobs, and which, from the end. Oftener where rows are trimmed."""
+    """``asks``: whether a request asks for prompt logprobs, 0 for none, and which. Oftener where rows are trimmed."""
     # Fewer see the same either way: the last row of a replay has its whole window, in the first layer; a bound in
     # trimmed layers shows in an output through the third.
     least = {"exact": 1, "deep": 2 if case.geometry.window > 2 else 3, "decoder": 3}[probe.kind]
@@ -60,10 +60,9 @@ def _add_probe(case: Case, probe: Probe, asks: int) -> Case:
     if case.geometry.block_size % probe.compress_ratio:
         probe = msgspec.structs.replace(probe, compress_ratio=1)
     requests = list(case.requests)
-    if asks < (6 if probe.kind == "decoder" else 2):
-        requests[-1 - asks % len(requests)] = msgspec.structs.replace(
-            requests[-1 - asks % len(requests)], prompt_logprobs=True
-        )
+    if asks > (2 if probe.kind == "decoder" else 6):
+        one = asks % len(requests)
+        requests[one] = msgspec.structs.replace(requests[one], prompt_logprobs=True)
     return msgspec.structs.replace(case, requests=tuple(requests), probe=probe)
 
 
