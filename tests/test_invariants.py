@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import traces
 from breaks import ALL_BREAKS, CACHEABLE, gathers, put, table, writes
+from load_traces import LOADED
 
 import invariants
 from invariants import INVARIANTS, judge
@@ -19,9 +20,12 @@ from invariants.trace import Fault, Gathers, Trace
 from invariants.view import EXAMPLES
 
 
-@pytest.mark.parametrize("name", traces.GOOD)
+GOOD = traces.GOOD | LOADED
+
+
+@pytest.mark.parametrize("name", GOOD)
 def test_accepts(name: str):
-    assert judge(traces.GOOD[name]()) == []
+    assert judge(GOOD[name]()) == []
 
 
 @pytest.fixture

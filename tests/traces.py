@@ -57,6 +57,7 @@ def lay(trace: Trace, steps: list[list[Row]]) -> Trace:
     shadow: dict[int, tuple[int, int]] = {}
     allocated: set[tuple[int, int, int]] = set()
     for index, rows in enumerate(steps):
+        _loads(trace, index, shadow, allocated)
         step = Step(
             index=index,
             request=ints(*(trace.admissions[row.admission].request for row in rows)),
@@ -78,6 +79,19 @@ def lay(trace: Trace, steps: list[list[Row]]) -> Trace:
         step.gathers = [_gathers(rows, shadow, "query"), _gathers(rows, shadow, "row")]
         trace.steps.append(step)
     return trace
+
+
+def _loads(trace: Trace, index: int, shadow: dict[int, tuple[int, int]], allocated: set[tuple[int, int, int]]) -> None:
+    """The windows that loads have brought since the step before: every position below the hit that has a block."""
+    for number, life in enumerate(trace.admissions):
+        load = life.load
+        there = load and (load.begun if not load.waits else -1 if load.over is None else load.over + 1)
+        if not load or not load.carried or load.failed or there != index:
+            continue
+        for entry, block in enumerate(load.tables[WINDOW].tolist()):
+            allocated.add((number, entry, block))
+            for position in range(entry * SWA_BLOCK, min((entry + 1) * SWA_BLOCK, life.hit) if block else 0):
+                shadow[block * SWA_BLOCK + position % SWA_BLOCK] = (number, position)
 
 
 def _slot(row: Row, position: int) -> int:
