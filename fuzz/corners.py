@@ -24,7 +24,7 @@ from invariants.trace import Probe
 
 def cases_for(engine: str, profile: str) -> SearchStrategy[Case]:
     """Cases of a profile for the engine of that name. Raises ``KeyError``."""
-    plain = with_turns(cases(profile))
+    plain = with_turns(with_cut_replays(cases(profile)))
     if engine == "cpu":
         return with_probe(plain)
     # What changes blocks comes before what counts in them, and the number of groups, by which pools grow, last.
@@ -154,23 +154,45 @@ def with_lost_prefixes(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
 
 
 def _lose_prefix(case: Case, delay: int) -> Case:
-    """The longest prompt once more after all others, preempted ``delay`` steps after its arrival, if any."""
-    geometry, longest = case.geometry, max(case.requests, key=len)
-    if not delay or len(longest) <= geometry.window:
+    """``delay``: steps from its arrival to its preemption; 0: the case as it is."""
+    case, again = _once_more(case, 1 + delay) if delay else (case, None)
+    if again is None:
         return case
+    step = again.arrive + delay
+    preempt, drop = Event(step=step, kind="preempt", request=again.id), Event(step=step, kind="drop_blocks")
+    return msgspec.structs.replace(case, events=(*case.events, preempt, drop))
+
+
+def _once_more(case: Case, outputs: int) -> tuple[Case, Request | None]:
+    """With the longest prompt once more, after all others: it hits. No request where it would not."""
+    geometry, longest = case.geometry, max(case.requests, key=len)
+    if len(longest) <= geometry.window:
+        return case, None
     lengths = case.max_lengths
-    more = max(0, len(longest) + 1 + delay - max(lengths))
+    more = max(0, len(longest) + outputs - max(lengths))
     blocks = ceil(more / geometry.block_size) + ceil(more / geometry.swa_block_size)
     # By then the others are gone: a step computes a token of some request, unless one of them is preempted.
     arrive = max(request.arrive for request in case.requests) + sum(lengths)
-    again = Request(id="again", arrive=arrive, prompt=longest.prompt, max_tokens=1 + delay)
-    step = arrive + delay
-    return msgspec.structs.replace(
-        case,
-        geometry=msgspec.structs.replace(geometry, num_blocks=geometry.num_blocks + blocks),
-        requests=(*case.requests, again),
-        events=(*case.events, Event(step=step, kind="preempt", request="again"), Event(step=step, kind="drop_blocks")),
-    )
+    again = Request(id=f"again{len(lengths)}", arrive=arrive, prompt=longest.prompt, max_tokens=outputs)
+    geometry = msgspec.structs.replace(geometry, num_blocks=geometry.num_blocks + blocks)
+    return msgspec.structs.replace(case, geometry=geometry, requests=(*case.requests, again)), again
+
+
+def with_cut_replays(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """The same cases, one in twenty with a request more that hits, replays in chunks shorter than the window, and is
+    aborted before it is done."""
+    return st.builds(lambda case, number: _cut_replay(case) if number == 19 else case, plain, st.integers(0, 19))
+
+
+def _cut_replay(case: Case) -> Case:
+    geometry = case.geometry
+    chunk = max(geometry.window // 2, geometry.max_num_seqs)
+    geometry = msgspec.structs.replace(geometry, max_num_batched_tokens=min(chunk, geometry.max_num_batched_tokens))
+    cut, again = _once_more(msgspec.structs.replace(case, geometry=geometry), 1)
+    if again is None:
+        return case
+    abort = Event(step=again.arrive + 1, kind="abort", request=again.id)
+    return msgspec.structs.replace(cut, events=(*cut.events, abort))
 
 
 def with_priorities(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
@@ -325,9 +347,9 @@ def with_flight(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
 def with_drafts(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
     """The same cases, one in eight with one to four speculative tokens; half of these with async scheduling as well.
     Where the next token is part of a block's name there is a request more, which shares a prompt up to a block's
-    end."""
+    end; elsewhere there may be one whose prompt is a single token."""
     drafter = st.sampled_from((None, None, "mtp", "dspark"))
-    return st.builds(_speculate, plain, st.integers(0, 15), st.integers(1, 4), drafter)
+    return st.builds(_speculate, plain, st.integers(0, 15), st.integers(1, 4), drafter, st.booleans())
 
 
 def _fly(case: Case) -> Case:
@@ -341,13 +363,19 @@ def _fly(case: Case) -> Case:
     return msgspec.structs.replace(case, geometry=geometry)
 
 
-def _speculate(case: Case, number: int, drafts: int, drafter: Literal["mtp", "dspark"] | None) -> Case:
-    """``number``: 14 and 15 are for drafts, 15 for drafts in flight. A step has room for a token and its drafts."""
+def _speculate(case: Case, number: int, drafts: int, drafter: Literal["mtp", "dspark"] | None, single: bool) -> Case:
+    """``number``: 14 and 15 are for drafts, 15 for drafts in flight; ``single``: with a prompt of one token. A step has
+    room for a token and its drafts."""
     drafts = min(drafts, case.geometry.max_num_batched_tokens - 1)
     if number < 14 or not drafts:
         return case
     geometry = msgspec.structs.replace(case.geometry, drafts=drafts, drafter=drafter or UNSET)
-    more = _another_next_token(case) if drafter == "mtp" else ()
+    if drafter:
+        # Slots for the drafter are reserved past a request's end.
+        groups = 1 if geometry.window_groups is UNSET else geometry.window_groups
+        blocks = ceil(drafts / geometry.block_size) + groups * ceil(drafts / geometry.swa_block_size)
+        geometry = msgspec.structs.replace(geometry, num_blocks=geometry.num_blocks + blocks)
+    more = _another_next_token(case) if drafter == "mtp" else _single_token(case) if single else ()
     case = msgspec.structs.replace(case, geometry=geometry, requests=(*case.requests, *more))
     return _fly(case) if number == 15 else case
 
@@ -363,3 +391,10 @@ def _another_next_token(case: Case) -> tuple[Request, ...]:
     shared = tuple(piece for piece in pieces if piece[1] < piece[2])
     arrive = longest.arrive + ceil(len(longest) / case.geometry.max_num_batched_tokens)
     return (Request(id="next", arrive=arrive, prompt=(*shared, ("next", 0, 1))),) if shared else ()
+
+
+def _single_token(case: Case) -> tuple[Request, ...]:
+    """A prompt of one token, soon after the longest prompt is computed."""
+    longest = max(case.requests, key=len)
+    arrive = longest.arrive + ceil(len(longest) / case.geometry.max_num_batched_tokens)
+    return (Request(id="single", arrive=arrive, prompt=(("single", 0, 1),)),)

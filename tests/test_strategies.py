@@ -15,6 +15,7 @@ from fuzz.case import Case, check, decode, encode
 from fuzz.corners import cases_for, with_crowds, with_single_tokens
 from fuzz.edges import EDGES, edges
 from fuzz.engines.base import Engine
+from fuzz.run import run_case
 from fuzz.strategies import PROFILES, SMALL_SIZES, Sizes, blocks_needed, cases, replay_start_can_be_null
 
 NEED_WORKER = {"idle-batch-over-cached-blocks"}
@@ -114,9 +115,9 @@ def test_shrinking_keeps_only_what_matters() -> None:
 def test_small_cases_reach_every_edge(engine: Engine) -> None:
     reached: dict[str, int] = dict.fromkeys(EDGES, 0)
     for case in sample(cases_for("scheduler", "small"), 2000):
-        trace = engine.run(case, brisk=True)
-        assert not trace.faults, encode(case).decode()
-        for edge in edges(trace):
+        judged = run_case(engine, case, brisk=True)
+        assert not judged.violations, encode(case).decode()
+        for edge in judged.edges:
             reached[edge] += 1
     assert {edge for edge, count in reached.items() if not count} == BEYOND_SMALL | NEED_WORKER
 
