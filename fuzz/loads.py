@@ -32,21 +32,21 @@ class _LoadDraw(NamedTuple):
     steps: int
 
 
-_ENDS: Final = ("window+unit", "prompt", "window", "unit", "window+2", "last-unit", "common+unit", "chunk")
+_ENDS: Final = ("window+unit", "window", "window+2", "prompt", "unit", "window", "last-unit", "common+unit", "chunk")
 
 
 def with_loads(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
-    """The same cases, in one of ten a connector has the start of a few prompts. Loads end where windows, blocks, chunks
+    """The same cases, in one of five a connector has the start of a few prompts. Loads end where windows, blocks, chunks
     and prompts do, or a token before or after."""
     draw = st.tuples(
         st.integers(0, 3),
         st.sampled_from(_ENDS),
         st.sampled_from((0, -1, 1)),
-        st.sampled_from(("none", "whole", "none", "whole", "part")),
+        st.sampled_from(("none", "whole", "part", "none", "whole", "part")),
         st.sampled_from(("sync", "async", "async", "fails")),
         st.sampled_from((1, 2, 4)),
     ).map(lambda choices: _LoadDraw(*choices))
-    draws = st.integers(0, 9).flatmap(lambda n: st.lists(draw, min_size=1, max_size=4) if n == 9 else st.just([]))
+    draws = st.integers(0, 9).flatmap(lambda n: st.lists(draw, min_size=2, max_size=4) if n >= 8 else st.just([]))
     return st.builds(_add_loads, plain, draws)
 
 

@@ -9,6 +9,7 @@ scheduled from the next step on.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 
@@ -24,27 +25,44 @@ def never_ran(trace: Trace, life: Admission) -> bool:
 
 
 def waits(view: View) -> Iterator[Violation]:
-    """Nothing of a life is scheduled before its load is there, and nothing at all if the load fails."""
-    for life, load, name in _async(view):
-        if life.step < 0:
+    """Nothing of a life is scheduled before its load is there, and nothing at all if the load fails: the request then
+    begins anew, once it is known. What is loaded at once is there in the same step, and cannot fail."""
+    failed: dict[int, int] = {}
+    """Of each request: the step with whose output it was known that its load had failed."""
+    for life in view.trace.admissions:
+        name, load = view.trace.requests[life.request].id, life.load
+        if life.request in failed and 0 <= life.step <= failed[life.request]:
+            message = f"request {name} begins anew in step {life.step}, and its load failed with {failed[life.request]}"
+            yield _early(message, "a later step", life, name)
+        if load is None:
             continue
-        ready = load.over is not None and not load.failed and life.step > load.over
-        if not ready:
+        if not load.waits and (load.failed or load.begun != life.step):
+            message = f"a load at once for request {name}, begun in step {load.begun}, failed {load.failed}"
+            yield _early(message, f"step {load.begun}, and no failure", life, name)
+        elif load.waits and life.step < 0 and (life.step, life.computed, life.scheduled, life.replay_start) != _NOTHING:
+            yield _early(f"request {name} never ran after its load, begun in step {load.begun}", "nothing", life, name)
+        elif load.waits and life.step >= 0 and (load.over is None or load.failed or life.step <= load.over):
             over = "never told to be over" if load.over is None else f"over with step {load.over}"
             message = f"request {name} is scheduled in step {life.step}, and its load, begun in step {load.begun}, is"
-            yield Violation(
-                "progress",
-                f"{message} {'reported as failed' if load.failed else over}",
-                expected="no token before its KV is there",
-                seen=f"{life.scheduled} tokens",
-                request=name,
-                step=life.step,
-                site="load",
-            )
+            message = f"{message} {'reported as failed' if load.failed else over}"
+            yield _early(message, "no token before its KV is there", life, name)
+        if load.waits and load.failed and load.over is not None:
+            failed[life.request] = load.over
+
+
+_NOTHING: Final = (-1, 0, 0, 0)
+"""Step, computed, scheduled and replay_start of a life without a chunk."""
+
+
+def _early(message: str, expected: str, life: Admission, name: str) -> Violation:
+    seen = f"step {life.step}, {life.scheduled} tokens from {life.computed} on, replay_start {life.replay_start}"
+    return Violation("progress", message, expected, seen, request=name, step=life.step, site="load")
 
 
 def reserved(view: View) -> Iterator[Violation]:
-    """A load has blocks for its whole hit, and until it is over no row of another life has one that it fills."""
+    """A load has blocks for its whole hit, which its life keeps; until it is over no other life's row has one that it
+    fills."""
+    yield from _kept(view)
     for life, load, name in _async(view):
         for group, (table, spec) in enumerate(zip(load.tables, view.trace.groups, strict=True)):
             site, wanted = f"group {group}, load", -(-life.hit // spec.block_size)
@@ -55,6 +73,25 @@ def reserved(view: View) -> Iterator[Violation]:
         for index, step in enumerate(view.trace.steps):
             if load.begun <= step.index <= last:
                 yield from _shared(view, life, load, name, index)
+
+
+def _kept(view: View) -> Iterator[Violation]:
+    """The tables of a life's first row begin with those that its load filled, but for what the window has left."""
+    for number, life in enumerate(view.trace.admissions):
+        rows = np.flatnonzero(view.admission == number)
+        if life.load is None or not len(rows):
+            continue
+        index = int(view.step[rows[0]])
+        row, name = int(rows[0] - view.row_offset[index]), view.trace.requests[life.request].id
+        for group, (loaded, spec) in enumerate(zip(life.load.tables, view.trace.groups, strict=True)):
+            table = view.trace.steps[index].tables[group][row][: len(loaded)]
+            same = table == loaded[: len(table)]
+            if spec.kind == "window":
+                same |= table == NULL_BLOCK
+            if len(table) < len(loaded) or not same.all():
+                message = f"the table in group {group} of a row does not begin with the blocks that its load filled"
+                seen, at = table.tolist(), view.trace.steps[index].index
+                yield _broken(f"group {group}, load", message, str(loaded.tolist()), seen, name, at)
 
 
 def _shared(view: View, life: Admission, load: Load, name: str, index: int) -> Iterator[Violation]:

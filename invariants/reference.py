@@ -205,9 +205,11 @@ class _Replay:
                 tables, end = (life.load.tables, 0) if life.load else ([], 0)
                 if turn != "arrive":
                     tables, end = first.get(admission, (tables, end))
-                if turn == "look up":
+                # What runs has been looked up, if nobody says when then just now.
+                if turn == "look up" or admission not in self.lives:
                     predictions[admission] = self._admit(tables, life)
                     self.lives[admission] = self._adopt(life)
+                if turn == "look up":
                     continue
                 # A first chunk may end inside the replayed range, and what was adopted is cached all the same.
                 self._schedule(step, tables, self.lives[admission], max(end, life.hit))

@@ -26,7 +26,7 @@ def loaded_then_replayed() -> Trace:
     more.
 
     Whole blocks count, so H = 8, and replay_start = 4. Nothing of the query is scheduled until the load is over, with
-    step 1. Its window table begins with (8-4+1)//2 = 2 null blocks. In step 2 a budget of 8 leaves it 7 beside a decode,
+    step 1. Its window table begins with (8-4+1)//2 = 2 null blocks. In step 2 a budget of 8 leaves it 7,
     4..10. In step 3 the last 2 tokens fill the third block, and the same prompt hits it at once: H = 12, replay_start =
     8, 5 tokens left, (12-4+1)//2 = 4 null blocks.
     """
@@ -79,7 +79,7 @@ def loaded_then_replayed() -> Trace:
 def loaded_with_its_window() -> Trace:
     """A connector brings 10 tokens of a prompt, with their window, at once; a step later comes the same prompt.
 
-    H = 10, within a block, and nothing is replayed: 3 tokens are left. The window table begins with (10-4+1)//2 = 3 null
+    H = 10, within a block, nothing is replayed, 3 tokens are left. The window table begins with (10-4+1)//2 = 3 null
     blocks, and the load writes positions 6 to 9. With token 12 three blocks are full, so the second one hits 12.
     """
     trace = traces.trace_of(

@@ -19,7 +19,6 @@ from invariants import INVARIANTS, judge
 from invariants.trace import Fault, Gathers, Trace
 from invariants.view import EXAMPLES
 
-
 GOOD = traces.GOOD | LOADED
 
 
