@@ -59,7 +59,7 @@ class Explorer:
     """Called after every case."""
     tally: Tally = field(default_factory=Tally)
     interrupted: bool = False
-    """Ctrl-C was pressed. Python loses the exception where a finaliser, or a callback of Hypothesis's, runs just then, so
+    """Ctrl-C was pressed. Python loses the exception if a finaliser, or a callback of Hypothesis's, runs just then: so
     the next case asks."""
     _seen: set[int] = field(default_factory=set)
     _found: set[Key] = field(default_factory=set)
