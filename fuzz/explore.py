@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Final
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
@@ -55,6 +58,9 @@ class Explorer:
     progress: Callable[[Tally], None] = lambda _: None
     """Called after every case."""
     tally: Tally = field(default_factory=Tally)
+    interrupted: bool = False
+    """Ctrl-C was pressed. Python loses the exception if a finaliser, or a callback of Hypothesis's, runs just then: so
+    the next case asks."""
     _seen: set[int] = field(default_factory=set)
     _found: set[Key] = field(default_factory=set)
     _aside: dict[Key, Judged] = field(default_factory=dict)
@@ -123,6 +129,7 @@ class Explorer:
 
     def _hunt(self, case: Case) -> bool:
         """Whether a generated case breaks something new, which is shrunk from now on."""
+        self._ask()
         if self._spent():
             raise _Stop
         self._brisk = brisk(case, self.tally.cases)
@@ -132,6 +139,10 @@ class Explorer:
             self._smallest = news
             self._shrink_until = time.monotonic() + SHRINK_SECONDS
         return news is not None
+
+    def _ask(self) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
 
     def _explore(self, case: Case) -> Judged | None:
         """Run and count one more case, unless it was there before; the case if it breaks something new."""
@@ -151,6 +162,7 @@ class Explorer:
 
     def _shrink(self, case: Case) -> bool:
         """Whether a candidate still breaks what is being shrunk: Hypothesis offers smaller and smaller ones."""
+        self._ask()
         if time.monotonic() >= self._shrink_until:
             raise _Stop
         try:
@@ -217,12 +229,13 @@ def command(args: argparse.Namespace) -> int:
     engine = open_engine(args.engine, apart=True)
     strategy = cases_for(engine.name, args.profile)
     explorer = Explorer(engine, strategy, number, args.cases, deadline=None if seconds is None else started + seconds)
-    interrupted = False
     with report.Meter(f"{args.engine}, {args.profile}", args.cases, seconds, started) as explorer.progress:
         try:
-            explorer.run(_seeds(args.engine))
+            with _noticing(explorer):
+                explorer.run(_seeds(args.engine))
         except KeyboardInterrupt:
-            interrupted = True
+            explorer.interrupted = True
+    interrupted = explorer.interrupted
     tally = explorer.tally
     tally.seconds = time.monotonic() - started
     run = report.Run(args.engine, args.profile, number, report.versions(engine), tally, interrupted)
@@ -234,6 +247,25 @@ def command(args: argparse.Namespace) -> int:
         report.warn(f"no case was judged: {sum(tally.refused.values())} were refused; more --time is needed otherwise")
         return 2
     return 2 if interrupted or tally.findings else 0
+
+
+@contextmanager
+def _noticing(explorer: Explorer) -> Iterator[None]:
+    """Ctrl-C is noted, and then raised as ever; not where whoever started us wants it ignored."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        explorer.interrupted = True
+        signal.default_int_handler(number, frame)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _seeds(engine: str) -> Iterable[Case]:

@@ -97,6 +97,16 @@ def test_ctrl_c_before_anything_ran(tmp_path: Path):
     assert done.stderr == "replaycheck: interrupted\n"
 
 
+def test_ctrl_c_while_a_finaliser_runs(tmp_path: Path):
+    """Python prints that exception and drops it; the run ends all the same, with the next case."""
+    deaf = "type('Deaf', (), {'__del__': lambda _: signal.raise_signal(signal.SIGINT)})"
+    slow = f"import fake_engine; fake_engine.Clean.misbehave = lambda *_: {deaf}() and None"
+    command = [*bootstrap(tmp_path, slow), "run", "--engine", "clean", "--cases", "1000000"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100)
+    assert done.returncode == 2
+    assert "broken off" in done.stdout
+
+
 def test_a_reader_that_has_seen_enough(tmp_path: Path):
     """As in ``replaycheck replay corpora | head -1``."""
     command = [*bootstrap(tmp_path), "replay", "--engine", "clean", *[str(SEED)] * 3000]
