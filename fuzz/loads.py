@@ -36,8 +36,8 @@ _ENDS: Final = ("window+unit", "window", "window+2", "prompt", "unit", "window",
 
 
 def with_loads(plain: SearchStrategy[Case]) -> SearchStrategy[Case]:
-    """The same cases, in one of five a connector has the start of a few prompts. Loads end where windows, blocks, chunks
-    and prompts do, or a token before or after."""
+    """The same cases, in one of five a connector has the start of a few prompts. Loads end where windows, blocks,
+    chunks and prompts do, or a token before or after."""
     draw = st.tuples(
         st.integers(0, 3),
         st.sampled_from(_ENDS),

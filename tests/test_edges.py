@@ -16,6 +16,7 @@ from msgspec import UNSET
 
 from fuzz.edges import EDGES, common_prefix, edges
 from fuzz.flights import FLIGHT_EDGES
+from fuzz.load_edges import LOAD_EDGES
 from invariants.trace import Admission, Geometry, Group, Step, Trace, TracedRequest
 
 LONG = "aaaabbbbccccd"
@@ -417,8 +418,10 @@ def test_a_scenario_reaches_its_edges_and_no_other(name: str) -> None:
 
 
 def test_every_edge_has_a_scenario() -> None:
-    """Those of steps in flight and drafts have theirs in test_flights.py."""
-    assert set().union(*(expected for _, expected in SCENARIOS.values())) == set(EDGES) - set(FLIGHT_EDGES)
+    """Those of steps in flight and drafts have theirs in test_flights.py, those of loads in test_loads.py and
+    test_seeds.py."""
+    apart = {*FLIGHT_EDGES, *LOAD_EDGES}
+    assert set().union(*(expected for _, expected in SCENARIOS.values())) == set(EDGES) - apart
 
 
 def test_a_run_that_broke_off_has_the_edges_it_reached() -> None:

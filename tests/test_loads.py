@@ -13,6 +13,7 @@ from breaks import put
 
 from fuzz.case import CaseError, check, decode
 from fuzz.edges import edges
+from fuzz.engines.loads import Loads
 from invariants import judge
 from invariants.reference import loaded_hit
 from invariants.trace import Offer, Trace
@@ -108,6 +109,26 @@ def test_edges():
     assert {"load-with-window", "load-ends-mid-block"} <= found
     assert not {"load-waited-for", "load-replayed", "load-failed"} & found
     assert {name for name in edges(load_traces.load_failed()) if name.startswith("load")} == {"load-failed"}
+
+
+@pytest.mark.parametrize(
+    ("log", "runs", "expected"),
+    [
+        ("+a +b", "a", "+a !a +b"),  # b waits for its load; a was through before b was looked up
+        ("+a +b", "a b", "+a !a +b !b"),
+        ("+a >b +c", "b c", "+a >b !b +c !c"),
+        (">a +b", "a b", ">a !a +b !b"),
+        ("+b", "a b", "!a +b !b"),  # a's load had arrived before this step
+        ("", "a", "!a"),
+        ("+a", "", "+a"),
+    ],
+)
+def test_queue(log: str, runs: str, expected: str) -> None:
+    """+: looked up, >: its load has arrived, !: run."""
+    turns = {"+": "look up", ">": "arrive", "!": "run"}
+    number = {"a": 0, "b": 1, "c": 2}
+    queue = Loads.queue([(turns[entry[0]], entry[1], 0) for entry in log.split()], runs.split(), number)
+    assert queue == [(turns[entry[0]], number[entry[1]]) for entry in expected.split()]
 
 
 CASE = """{"schema": 1, "geometry": {"window": 4, "block_size": 4, "swa_block_size": 2, "num_blocks": 40,

@@ -73,13 +73,16 @@ class Loads:
     def queue(log: Log, first_chunks: Sequence[str], admission: Mapping[str, int]) -> list[tuple[Turn, int]]:
         """``Step.queue``. ``first_chunks``: requests that begin to run in the step, in the scheduler's order."""
         queue: list[tuple[Turn, str]] = []
-        runs = list(first_chunks)
+        runs, seen = list(first_chunks), set[str]()
         for turn, name, _ in log:
-            if turn == "look up" and name in runs:
-                # Who runs at once does so right after its lookup, so those that run earlier are through by then.
-                while runs[0] != name:
-                    queue.append(("run", runs.pop(0)))
+            # One waits after the other: whoever had its turn before has run by now, if it does in this step at all.
+            last = max((index for index, other in enumerate(runs) if other in seen and other != name), default=-1)
+            if name in runs:
+                last = max(last, runs.index(name) - 1)
+            queue += [("run", other) for other in runs[: last + 1]]
+            del runs[: last + 1]
             queue.append((turn, name))
+            seen.add(name)
         queue += [("run", name) for name in runs]
         return [(turn, admission[name]) for turn, name in queue]
 
