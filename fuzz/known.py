@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -137,6 +138,17 @@ def _loaded_whole(violation: Violation, view: View) -> bool:
     return violation.site.endswith(", the null block") and _explained(violation, view, _before_last)
 
 
+def _loaded_again(violation: Violation, view: View) -> bool:
+    """A load of a prompt of one token, which is there, and begun anew each time: the request it is about, or a hang."""
+    again = set()
+    lives = sorted(view.trace.admissions, key=lambda life: life.request)
+    for life, later in pairwise(lives):
+        there = life.load is not None and life.load.waits and life.load.over is not None and not life.load.failed
+        if there and life.hit == life.tokens == 1 and life.step < 0 and later.request == life.request and later.load:
+            again.add(view.trace.requests[life.request].id)
+    return violation.request in again or (bool(again) and violation.request is None and violation.site == "hang")
+
+
 def _pad_above_threshold(violation: Violation, view: View) -> bool:
     """An assertion in ``Scheduler.schedule``, where a waiting request with one token left to compute is possible."""
     geometry = view.trace.geometry
@@ -223,5 +235,14 @@ REGISTER: Final[tuple[Known, ...]] = (
         "then the last token is computed again, which reads P - W",
         upstream=None,
         matches=_loaded_whole,
+    ),
+    Known(
+        id="one-token-loaded-again",
+        invariants=("progress", "no-fault"),
+        title="a prompt of one token is loaded again and again",
+        condition="a connector that offers at each lookup what it has offers, asynchronously, a prompt's only token: "
+        "once it is there none of it counts as computed, which is how a request looks that was never looked up",
+        upstream=None,
+        matches=_loaded_again,
     ),
 )

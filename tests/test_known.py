@@ -120,3 +120,13 @@ def test_the_null_block_after_another_load_is_another_matter(loaded: Trace, name
     _, old = known.split(found, loaded)
     assert found
     assert "whole-prompt-loaded" not in old
+
+
+def test_a_load_begun_anew_is_known_where_one_token_is_all_that_is_known(engine: Engine):
+    path = next(path for path in corpus.files(corpus.folder("scheduler", "known")) if "one-token-loaded" in path.name)
+    trace = engine.run(corpus.read(path))
+    found = judge(trace)
+    assert known.split(found, trace)[0] == []
+    for life in trace.admissions:
+        life.tokens = life.hit = 2
+    assert known.split(found, trace)[0] == found
