@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from msgspec import UNSET
 
-from fuzz.flights import FLIGHT_EDGES, flight_edges
+from fuzz.flight_edges import FLIGHT_EDGES, flight_edges
 from fuzz.load_edges import LOAD_EDGES, load_edges
 from invariants.flight import tokens_ahead
 from invariants.reference import Prediction, hit_multiple, predict

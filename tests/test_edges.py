@@ -15,7 +15,7 @@ import pytest
 from msgspec import UNSET
 
 from fuzz.edges import EDGES, common_prefix, edges
-from fuzz.flights import FLIGHT_EDGES
+from fuzz.flight_edges import FLIGHT_EDGES
 from fuzz.load_edges import LOAD_EDGES
 from invariants.trace import Admission, Geometry, Group, Step, Trace, TracedRequest
 

@@ -11,7 +11,7 @@ import pytest
 from test_edges import COLD, LONG, Row, Run, ints
 
 from fuzz.case import Case, CaseError, Request, check
-from fuzz.flights import FLIGHT_EDGES, flight_edges
+from fuzz.flight_edges import FLIGHT_EDGES, flight_edges
 from invariants.progress import progress
 from invariants.reference import predict
 from invariants.trace import Final, Geometry, Trace

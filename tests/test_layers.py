@@ -14,9 +14,9 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = (
     {"invariants", "fuzz.triton_cpu"},
-    {"fuzz.case", "fuzz.amdgcn", "fuzz.flights", "fuzz.load_edges"},
+    {"fuzz.case", "fuzz.amdgcn", "fuzz.flight_edges", "fuzz.load_edges"},
     {"fuzz.strategies", "fuzz.corpus", "fuzz.edges", "fuzz.known", "fuzz.probe", "fuzz.mutation", "fuzz.fixed"},
-    {"fuzz.engines", "fuzz.loads"},
+    {"fuzz.engines"},
     {"fuzz.corners"},
     {"fuzz.run"},
     {"fuzz.hunt", "fuzz.options"},

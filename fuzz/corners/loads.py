@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the replaycheck project
 """External loads for generated cases: a connector has the start of some prompts.
 
-Relied upon: ``corners.py`` applies this last, so that geometry and prompts are final; a load is drawn from few choices
+Relied upon: ``corners`` applies this last, so that geometry and prompts are final; a load is drawn from few choices
 and shrinks, as all corners do, to none.
 """
 
