@@ -50,6 +50,25 @@ def waits(view: View) -> Iterator[Violation]:
             failed[life.request] = load.over
 
 
+def queued(view: View) -> Iterator[Violation]:
+    """A life is looked up once, then runs once, and what arrives for it arrives between."""
+    looked_up: set[int] = set()
+    ran: set[int] = set()
+    for step in view.trace.steps:
+        for turn, admission in step.queue:
+            fits = admission not in looked_up if turn == "look up" else admission in looked_up - ran
+            seen = [name for name, those in (("looked up", looked_up), ("run", ran)) if admission in those]
+            if turn == "look up":
+                looked_up.add(admission)
+            elif turn == "run":
+                ran.add(admission)
+            if fits:
+                continue
+            message = f"admission {admission} has its turn in step {step.index}: {turn}"
+            expected = "looked up, then run, once each"
+            yield Violation("progress", message, expected, f"before: {seen}", step=step.index, site="queue")
+
+
 _NOTHING: Final = (-1, 0, 0, 0)
 """Step, computed, scheduled and replay_start of a life without a chunk."""
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from invariants.ends import broken, ends, lives
 from invariants.flight import most_drafts
-from invariants.loads import never_ran, waits
+from invariants.loads import never_ran, queued, waits
 from invariants.trace import BoolArray, IntArray, Violation
 from invariants.view import View, examples
 
@@ -33,6 +33,7 @@ def progress(view: View) -> Iterator[Violation]:
     yield from _priorities(view)
     yield from lives(view)
     yield from waits(view)
+    yield from queued(view)
     if not view.trace.faults:  # a run that broke off ends nothing, and no-fault says so
         yield from ends(view)
 

@@ -37,8 +37,6 @@ HARMLESS = {
     "where the window came with it, entries below are allowed to be null",
     r"admissions/1/load/tables/1/[01]": "an entry below the window, likewise",
     r"requests/1/offer/tokens": "a token less, or more, makes no whole block",
-    r"steps/2/queue/0/1": "that a load arrived, in the step whose chunk tells as much",
-    r"steps/3/queue/1/1": "the last step: nothing refers to it",
     r"steps/\d/writes/\d/group": "a step without rows writes nothing",
     r"steps/2/gathers/\d/cell_writer/[0-2]": "replay off: KV that the request wrote itself is as good as adopted KV",
 }

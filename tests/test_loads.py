@@ -84,6 +84,9 @@ BREAKS: dict[str, tuple[str, str, str, Callable[[Trace], None]]] = {
     "a load at once comes late": (
         "loaded_with_its_window", "progress", "load", lambda t: _rest(t, begun=1),
     ),
+    "nobody was looked up before it runs": (
+        "loaded_then_replayed", "progress", "queue", lambda t: t.steps[0].queue.pop(0),
+    ),
     "a request begins anew before its load is known to have failed": (
         "load_failed", "progress", "load", lambda t: _rest(t, over=2),
     ),
