@@ -228,7 +228,7 @@ REGISTER: Final[tuple[Known, ...]] = (
     ),
     Known(
         id="whole-prompt-loaded",
-        invariants=("gather-live",),
+        invariants=("gather-live", "write-fence"),
         title="after a load of a whole prompt its last token reads the null block",
         condition="an async load brings all P tokens of a prompt with their window, and (P - W + 1) % b == 0, with W "
         "the window and b the window group's block: blocks are allocated for what token P needs, from P - W + 1 on, "

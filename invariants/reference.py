@@ -30,6 +30,7 @@ Imports nothing of vLLM.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,6 +146,8 @@ class _Life:
     """Tokens, as far as output was processed."""
     tables: list[IntArray]
     """[group] as of its latest step."""
+    end: int = 0
+    """Tokens that it has been scheduled for."""
     gone: bool = False
     """Preempted, or its request ended: what a step in flight still delivers is not its own."""
 
@@ -183,8 +186,7 @@ class _Replay:
             if step.processed is not None:
                 self._process(step.processed)
             if by_priority and step.preempted:
-                for cache in self.caches.values():
-                    cache.doubt()
+                self._withdraw(step.preempted)
             for event in step.events:
                 for cache in self.caches.values():
                     if event == "reset_prefix_cache":
@@ -216,6 +218,15 @@ class _Replay:
                 if turn == "run":
                     self.running.add(admission)
         return predictions
+
+    def _withdraw(self, preempted: Sequence[int]) -> None:
+        """A chunk of theirs may have been scheduled, and taken back, in the same step. That named a block whose last
+        token had only become known; and the chunk may have named blocks that it never filled."""
+        for life in self.lives.values():
+            if life.request in preempted and not life.gone:
+                self._register(life, min(life.known - self.ahead, life.end))
+        for cache in self.caches.values():
+            cache.doubt()
 
     def _process(self, steps: int) -> None:
         """Take note of the outputs of all steps up to that number, in their order."""
@@ -300,7 +311,7 @@ class _Replay:
     def _schedule(self, step: Step, tables: list[IntArray], life: _Life, end: int) -> None:
         """Blocks newly in the life's tables lose what they held; those full with known tokens can be hit."""
         self._hand_out(tables, life)
-        life.tables = tables
+        life.tables, life.end = tables, end
         # Without a word about it, what is scheduled is known.
         self._register(life, end if step.processed is None else min(end, life.known - self.ahead))
 

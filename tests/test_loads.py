@@ -122,6 +122,7 @@ def test_edges():
         ("+a >b +c", "b c", "+a >b !b +c !c"),
         (">a +b", "a b", ">a !a +b !b"),
         ("+b", "a b", "!a +b !b"),  # a's load had arrived before this step
+        (">a +a", "", "+a"),  # what arrived is not used, and the request looked up anew
         ("", "a", "!a"),
         ("+a", "", "+a"),
     ],

@@ -74,9 +74,11 @@ class Loads:
         """``Step.queue``. ``first_chunks``: requests that begin to run in the step, in the scheduler's order."""
         queue: list[tuple[Turn, str]] = []
         runs, seen = list(first_chunks), set[str]()
-        for turn, name, _ in log:
+        for index, (turn, name, _) in enumerate(log):
+            if turn == "arrive" and any(("look up", name) == later[:2] for later in log[index:]):
+                continue  # of a life that is over: vLLM looks the request up once more
             # One waits after the other: whoever had its turn before has run by now, if it does in this step at all.
-            last = max((index for index, other in enumerate(runs) if other in seen and other != name), default=-1)
+            last = max((place for place, other in enumerate(runs) if other in seen and other != name), default=-1)
             if name in runs:
                 last = max(last, runs.index(name) - 1)
             queue += [("run", other) for other in runs[: last + 1]]
