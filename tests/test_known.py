@@ -95,7 +95,7 @@ def test_a_hit_on_what_was_computed_but_is_gone_is_news(withdrawn: Trace):
 @pytest.fixture
 def loaded(engine: Engine) -> Trace:
     """The last token of a prompt that was loaded as a whole reads a position that has no block."""
-    (path, _) = [path for path in corpus.files(corpus.folder("scheduler", "known")) if "whole-prompt" in path.name]
+    (path, *_) = [path for path in corpus.files(corpus.folder("scheduler", "known")) if "whole-prompt" in path.name]
     return engine.run(corpus.read(path), brisk=True)
 
 
