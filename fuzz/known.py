@@ -149,6 +149,20 @@ def _loaded_again(violation: Violation, view: View) -> bool:
     return violation.request in again or (bool(again) and violation.request is None and violation.site == "hang")
 
 
+def _stranded(violation: Violation, view: View) -> bool:
+    """A hang in which a load is there and unused, for as long as nothing was scheduled, while another request waits."""
+    trace = view.trace
+    if violation.site != "hang":
+        return False
+    waiting = {number for number, request in enumerate(trace.requests) if request.finished is None}
+    stranded = {
+        life.request
+        for life in trace.admissions
+        if life.step < 0 and life.load and life.load.waits and life.load.over is not None and not life.load.failed
+    }
+    return bool(stranded & waiting) and bool(waiting - stranded)
+
+
 def _pad_above_threshold(violation: Violation, view: View) -> bool:
     """An assertion in ``Scheduler.schedule``, where a waiting request with one token left to compute is possible."""
     geometry = view.trace.geometry
@@ -244,5 +258,14 @@ REGISTER: Final[tuple[Known, ...]] = (
         "once it is there none of it counts as computed, which is how a request looks that was never looked up",
         upstream=None,
         matches=_loaded_again,
+    ),
+    Known(
+        id="load-stranded",
+        invariants=("no-fault",),
+        title="a request that waits for blocks keeps another one's load, which holds them, from being used: for ever",
+        condition="an async load is there, and a request before it in the queue, whose own load failed say, does not fit "
+        "into what the load leaves of the pool: the scheduler stops at the first that does not fit, and nothing runs",
+        upstream="vllm#57841",
+        matches=_stranded,
     ),
 )

@@ -130,3 +130,13 @@ def test_a_load_begun_anew_is_known_where_one_token_is_all_that_is_known(engine:
     for life in trace.admissions:
         life.tokens = life.hit = 2
     assert known.split(found, trace)[0] == found
+
+
+def test_a_hang_is_known_only_where_a_load_is_there_and_unused(engine: Engine):
+    path = next(path for path in corpus.files(corpus.folder("scheduler", "known")) if "load-stranded" in path.name)
+    trace = engine.run(corpus.read(path))
+    found = judge(trace)
+    assert known.split(found, trace)[0] == []
+    for life in trace.admissions:
+        life.load.failed = True
+    assert [violation.site for violation in known.split(found, trace)[0]] == ["hang"]
