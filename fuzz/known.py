@@ -263,8 +263,9 @@ REGISTER: Final[tuple[Known, ...]] = (
         id="load-stranded",
         invariants=("no-fault",),
         title="a request that waits for blocks keeps another one's load, which holds them, from being used: for ever",
-        condition="an async load is there, and a request before it in the queue, such as one whose load failed, does not "
-        "fit into what the load leaves of the pool: the scheduler stops at the first that does not fit, and nothing runs",
+        condition="an async load is there, and a request before it in the queue, such as one whose load failed, does "
+        "not fit into what the load leaves of the pool: the scheduler stops at the first that does not fit, and "
+        "nothing runs",
         upstream="vllm#57841",
         matches=_stranded,
     ),
