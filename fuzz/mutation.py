@@ -251,7 +251,7 @@ class _Finder:
             raise MutantError(f"mutant {self._mutant.id}: there is no module {name}")
         # By such a path what it raises is known to have come out of an installed package.
         changed = self._folder / "site-packages" / Path(*name.split(".")).with_suffix(".py")
-        changed.parent.mkdir(parents=True)
+        changed.parent.mkdir(parents=True, exist_ok=True)  # a module may be imported anew
         changed.write_text(mutate(Path(spec.origin).read_text(), self._mutant, watch=True))
         self.applied = True
         return importlib.util.spec_from_file_location(name, changed)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ast
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -320,3 +322,18 @@ def test_a_hunt_that_hangs_is_ended():
     died = mutants._died(signal.SIGALRM, Hunted(seed=4, cases=7, running=True))
     assert (died.invariant, died.seed, died.cases, died.running) == ("no-fault", 4, 7, False)
     assert "hangs" in died.message
+
+
+def test_a_module_that_is_imported_anew():
+    """As vLLM's ROCm modules are for each engine: it is broken again."""
+    code = (
+        "import sys, msgspec; from fuzz import mutation; "
+        "mutation.install(msgspec.convert(msgspec.json.decode(sys.argv[1]), mutation.Mutant)); "
+        "import colorsys; del sys.modules['colorsys']; import colorsys; print(colorsys.rgb_to_yiq(1, 1, 1))"
+    )
+    broken = mutant(module="colorsys", function="rgb_to_yiq", target="return", action="replace", value="'broken'")
+    told = msgspec.json.encode(broken).decode()
+    done = subprocess.run(
+        [sys.executable, "-c", code, told], capture_output=True, text=True, cwd=Path(__file__).parent.parent
+    )
+    assert done.stdout == "broken\n", done.stderr
