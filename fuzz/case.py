@@ -314,7 +314,6 @@ def _check_probe(case: Case) -> None:
 
 
 def _check_loads(case: Case) -> None:
-    groups = 1 if case.geometry.window_groups is UNSET else case.geometry.window_groups
     for index, request in enumerate(case.requests):
         load = request.load
         if load is UNSET:
@@ -325,7 +324,7 @@ def _check_loads(case: Case) -> None:
             ("tokens", load.tokens > most, f"{load.tokens} tokens, where the prompt leaves {most} to load"),
             ("steps", (load.steps == 0) != (load.how == "sync"), f"a load that is {load.how} takes {load.steps} steps"),
             ("window", not case.geometry.replay and load.window != "whole", "without replay a load has the window"),
-            ("window", load.window == "part" and groups < 2, "part of one window group"),
+            ("window", load.window == "part" and case.geometry.windows < 2, "part of one window group"),
         ):
             if wrong:
                 raise CaseError(f"{why} - at `$.requests[{index}].load.{field}`")

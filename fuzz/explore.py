@@ -129,7 +129,6 @@ class Explorer:
 
     def _hunt(self, case: Case) -> bool:
         """Whether a generated case breaks something new, which is shrunk from now on."""
-        self._ask()
         if self._spent():
             raise _Stop
         self._brisk = brisk(case, self.tally.cases)
@@ -146,6 +145,7 @@ class Explorer:
 
     def _explore(self, case: Case) -> Judged | None:
         """Run and count one more case, unless it was there before; the case if it breaks something new."""
+        self._ask()
         number = hash(case)
         if number in self._seen:
             return None
@@ -235,8 +235,7 @@ def command(args: argparse.Namespace) -> int:
                 explorer.run(_seeds(args.engine))
         except KeyboardInterrupt:
             explorer.interrupted = True
-    interrupted = explorer.interrupted
-    tally = explorer.tally
+    tally, interrupted = explorer.tally, explorer.interrupted
     tally.seconds = time.monotonic() - started
     run = report.Run(args.engine, args.profile, number, report.versions(engine), tally, interrupted)
     report.print_run(run)

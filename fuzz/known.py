@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 from msgspec import UNSET
 
-from invariants.trace import NOBODY, NULL_BLOCK, BoolArray, IntArray, Trace, Violation
+from invariants.trace import NOBODY, NULL_BLOCK, Admission, BoolArray, IntArray, Trace, Violation
 from invariants.view import View
 
 
@@ -138,13 +138,18 @@ def _loaded_whole(violation: Violation, view: View) -> bool:
     return violation.site.endswith(", the null block") and _explained(violation, view, _before_last)
 
 
+def _unused(life: Admission) -> bool:
+    """Whether an async load is there, and nothing was ever computed after it."""
+    load = life.load
+    return life.step < 0 and load is not None and load.waits and load.over is not None and not load.failed
+
+
 def _loaded_again(violation: Violation, view: View) -> bool:
     """A load of a prompt of one token, which is there, and begun anew each time: the request it is about, or a hang."""
     again = set()
     lives = sorted(view.trace.admissions, key=lambda life: life.request)
     for life, later in pairwise(lives):
-        there = life.load is not None and life.load.waits and life.load.over is not None and not life.load.failed
-        if there and life.hit == life.tokens == 1 and life.step < 0 and later.request == life.request and later.load:
+        if _unused(life) and life.hit == life.tokens == 1 and later.request == life.request and later.load:
             again.add(view.trace.requests[life.request].id)
     return violation.request in again or (bool(again) and violation.request is None and violation.site == "hang")
 
@@ -155,11 +160,7 @@ def _stranded(violation: Violation, view: View) -> bool:
     if violation.site != "hang":
         return False
     waiting = {number for number, request in enumerate(trace.requests) if request.finished is None}
-    stranded = {
-        life.request
-        for life in trace.admissions
-        if life.step < 0 and life.load and life.load.waits and life.load.over is not None and not life.load.failed
-    }
+    stranded = {life.request for life in trace.admissions if _unused(life)}
     return bool(stranded & waiting) and bool(waiting - stranded)
 
 

@@ -7,12 +7,12 @@ Relied upon: ``Admission.load`` is set where the scheduler took tokens from the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 
+from invariants.reference import hit_multiple
 from invariants.trace import Admission, IntArray, Load, Trace
 
 LOAD_EDGES: Final[dict[str, str]] = {
@@ -37,12 +37,11 @@ def load_edges(trace: Trace) -> set[str]:
     if all(request.offer is None for request in trace.requests):
         return set()
     reached = set(_loaded_blocks(trace))
-    lives = [(life, life.load) for life in trace.admissions]
-    for life, load in lives:
-        offer = trace.requests[life.request].offer
+    failed = {life.request for life in trace.admissions if life.load and life.load.failed}
+    for life in trace.admissions:
+        offer, load = trace.requests[life.request].offer, life.load
         if load is None:
-            retried = any(other.request == life.request and it and it.failed for other, it in lives)
-            if retried:
+            if life.request in failed:
                 reached.add("load-failed")
             elif offer and offer.tokens > life.local:
                 reached.add("load-too-short")
@@ -55,14 +54,13 @@ def load_edges(trace: Trace) -> set[str]:
 
 def _taken(trace: Trace, life: Admission, load: Load) -> Iterator[str]:
     """What one load shows."""
-    multiple = math.lcm(*(group.block_size for group in trace.groups))
     if life.replay_start:
         yield "load-replayed"
     if load.carried and trace.replay_expected and life.step >= 0:
         yield "load-with-window"
     if life.local:
         yield "load-after-local-hit"
-    if life.hit % multiple and life.hit < life.tokens:
+    if life.hit % hit_multiple(trace) and life.hit < life.tokens:
         yield "load-ends-mid-block"
     if life.hit == life.tokens and life.step >= 0:
         yield "load-whole-prompt"

@@ -35,6 +35,11 @@ class Sizes(NamedTuple):
     block_size: int
     swa_block_size: int
 
+    @classmethod
+    def of(cls, geometry: Geometry) -> Sizes:
+        """Those of a case."""
+        return cls(geometry.window, geometry.block_size, geometry.swa_block_size)
+
     @property
     def hit_unit(self) -> int:
         """Hits end on its multiples."""

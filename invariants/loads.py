@@ -16,6 +16,9 @@ import numpy as np
 from invariants.trace import NULL_BLOCK, Admission, Load, Trace, Violation
 from invariants.view import View
 
+_NOTHING: Final = (-1, 0, 0, 0)
+"""Step, computed, scheduled and replay_start of a life without a chunk."""
+
 
 def never_ran(trace: Trace, life: Admission) -> bool:
     """Whether the life may be without a chunk: its load failed, or its request was aborted before the load was used."""
@@ -69,10 +72,6 @@ def queued(view: View) -> Iterator[Violation]:
             yield Violation("progress", message, expected, f"before: {seen}", step=step.index, site="queue")
 
 
-_NOTHING: Final = (-1, 0, 0, 0)
-"""Step, computed, scheduled and replay_start of a life without a chunk."""
-
-
 def _early(message: str, expected: str, life: Admission, name: str) -> Violation:
     seen = f"step {life.step}, {life.scheduled} tokens from {life.computed} on, replay_start {life.replay_start}"
     return Violation("progress", message, expected, seen, request=name, step=life.step, site="load")
@@ -97,8 +96,10 @@ def reserved(view: View) -> Iterator[Violation]:
 def _kept(view: View) -> Iterator[Violation]:
     """The tables of a life's first row begin with those that its load filled, but for what the window has left."""
     for number, life in enumerate(view.trace.admissions):
+        if life.load is None:
+            continue
         rows = np.flatnonzero(view.admission == number)
-        if life.load is None or not len(rows):
+        if not len(rows):
             continue
         index = int(view.step[rows[0]])
         row, name = int(rows[0] - view.row_offset[index]), view.trace.requests[life.request].id

@@ -69,6 +69,11 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Tokens that a request may have: a prompt that leaves no room for one more is refused, an output ends there;
     unset: as many as the longest request gets."""
 
+    @property
+    def windows(self) -> int:
+        """Sliding-window groups."""
+        return 1 if self.window_groups is UNSET else self.window_groups
+
 
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The model that an engine with a model runs; ``invariants/dense.py`` says what it computes."""

@@ -9,12 +9,18 @@ from collections.abc import Callable
 import pytest
 
 from fuzz import corpus, known
+from fuzz.case import Case
 from fuzz.engines.base import Engine
 from invariants import judge
 from invariants.trace import NULL_BLOCK, Trace
 from invariants.view import View
 
 OUTPUTS = {"output-match", "poison-blind"}
+
+
+def case_of(slug: str) -> Case:
+    """The first case of that name which the scheduler engine has."""
+    return corpus.read(min(corpus.folder("scheduler", "known").glob(f"{slug}-????????.json")))
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +67,7 @@ def test_wrong_outputs_of_a_request_that_replays_from_elsewhere_are_news(shared:
 @pytest.fixture
 def withdrawn(engine: Engine) -> Trace:
     """A request adopts a block of a chunk of its own that had been withdrawn."""
-    (path,) = [path for path in corpus.files(corpus.folder("scheduler", "known")) if "withdrawn" in path.name]
-    return engine.run(corpus.read(path), brisk=True)
+    return engine.run(case_of("withdrawn-chunk-cached"), brisk=True)
 
 
 def test_a_hit_on_a_withdrawn_chunk_is_known(withdrawn: Trace):
@@ -95,8 +100,7 @@ def test_a_hit_on_what_was_computed_but_is_gone_is_news(withdrawn: Trace):
 @pytest.fixture
 def loaded(engine: Engine) -> Trace:
     """The last token of a prompt that was loaded as a whole reads a position that has no block."""
-    (path, *_) = [path for path in corpus.files(corpus.folder("scheduler", "known")) if "whole-prompt" in path.name]
-    return engine.run(corpus.read(path), brisk=True)
+    return engine.run(case_of("whole-prompt-loaded"), brisk=True)
 
 
 def test_the_one_position_that_a_load_of_a_whole_prompt_has_no_block_for_is_known(loaded: Trace):
@@ -123,8 +127,7 @@ def test_the_null_block_after_another_load_is_another_matter(loaded: Trace, name
 
 
 def test_a_load_begun_anew_is_known_where_one_token_is_all_that_is_known(engine: Engine):
-    path = next(path for path in corpus.files(corpus.folder("scheduler", "known")) if "one-token-loaded" in path.name)
-    trace = engine.run(corpus.read(path))
+    trace = engine.run(case_of("one-token-loaded-again"))
     found = judge(trace)
     assert known.split(found, trace)[0] == []
     for life in trace.admissions:
@@ -133,8 +136,7 @@ def test_a_load_begun_anew_is_known_where_one_token_is_all_that_is_known(engine:
 
 
 def test_a_hang_is_known_only_where_a_load_is_there_and_unused(engine: Engine):
-    path = next(path for path in corpus.files(corpus.folder("scheduler", "known")) if "load-stranded" in path.name)
-    trace = engine.run(corpus.read(path))
+    trace = engine.run(case_of("load-stranded"))
     found = judge(trace)
     assert known.split(found, trace)[0] == []
     for life in trace.admissions:

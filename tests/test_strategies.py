@@ -66,7 +66,7 @@ def test_a_pool_holds_each_request_alone(profile: str) -> None:
     tight = 0
     for case in sample(cases(profile), 200):
         geometry = case.geometry
-        sizes = Sizes(geometry.window, geometry.block_size, geometry.swa_block_size)
+        sizes = Sizes.of(geometry)
         needed = blocks_needed(sizes, geometry.max_num_batched_tokens, case.max_model_len)
         assert geometry.num_blocks - 1 >= needed
         tight += geometry.num_blocks - 1 < 2 * needed and len(case.requests) > 1

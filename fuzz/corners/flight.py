@@ -34,8 +34,7 @@ def _fly(case: Case) -> Case:
     geometry = case.geometry
     if geometry.async_scheduling is not UNSET:
         return case
-    groups = 1 if geometry.window_groups is UNSET else geometry.window_groups
-    blocks = geometry.num_blocks + groups * ceil(geometry.max_num_batched_tokens / geometry.swa_block_size)
+    blocks = geometry.num_blocks + geometry.windows * ceil(geometry.max_num_batched_tokens / geometry.swa_block_size)
     geometry = msgspec.structs.replace(geometry, async_scheduling=True, num_blocks=blocks)
     return msgspec.structs.replace(case, geometry=geometry)
 
@@ -49,8 +48,7 @@ def _speculate(case: Case, number: int, drafts: int, drafter: Literal["mtp", "ds
     geometry = msgspec.structs.replace(case.geometry, drafts=drafts, drafter=drafter or UNSET)
     if drafter:
         # Slots for the drafter are reserved past a request's end.
-        groups = 1 if geometry.window_groups is UNSET else geometry.window_groups
-        blocks = ceil(drafts / geometry.block_size) + groups * ceil(drafts / geometry.swa_block_size)
+        blocks = ceil(drafts / geometry.block_size) + geometry.windows * ceil(drafts / geometry.swa_block_size)
         geometry = msgspec.structs.replace(geometry, num_blocks=geometry.num_blocks + blocks)
     more = _another_next_token(case) if drafter == "mtp" else _single_token(case) if single else ()
     case = msgspec.structs.replace(case, geometry=geometry, requests=(*case.requests, *more))
@@ -59,19 +57,22 @@ def _speculate(case: Case, number: int, drafts: int, drafter: Literal["mtp", "ds
 
 def _another_next_token(case: Case) -> tuple[Request, ...]:
     """The longest prompt once more, soon after it is computed, but for what comes after the last hit that it allows."""
-    unit = Sizes(case.geometry.window, case.geometry.block_size, case.geometry.swa_block_size).hit_unit
+    unit = Sizes.of(case.geometry).hit_unit
     longest = max((request for request in case.requests if request.continues is UNSET), key=len)
     left, pieces = (len(longest) - 1) // unit * unit, []
     for stream, start, stop in longest.prompt:
         pieces.append((stream, start, min(stop, start + left)))
         left -= pieces[-1][2] - start
     shared = tuple(piece for piece in pieces if piece[1] < piece[2])
-    arrive = longest.arrive + ceil(len(longest) / case.geometry.max_num_batched_tokens)
-    return (Request(id="next", arrive=arrive, prompt=(*shared, ("next", 0, 1))),) if shared else ()
+    return (Request(id="next", arrive=_computed(case, longest), prompt=(*shared, ("next", 0, 1))),) if shared else ()
 
 
 def _single_token(case: Case) -> tuple[Request, ...]:
     """A prompt of one token, soon after the longest prompt is computed."""
-    longest = max(case.requests, key=len)
-    arrive = longest.arrive + ceil(len(longest) / case.geometry.max_num_batched_tokens)
+    arrive = _computed(case, max(case.requests, key=len))
     return (Request(id="single", arrive=arrive, prompt=(("single", 0, 1),)),)
+
+
+def _computed(case: Case, request: Request) -> int:
+    """The step after which its prompt is computed, if it is alone."""
+    return request.arrive + ceil(len(request) / case.geometry.max_num_batched_tokens)

@@ -56,7 +56,7 @@ def _more_windows(case: Case, more: int) -> Case:
     if not more:
         return case
     geometry = case.geometry
-    sizes, chunk = Sizes(geometry.window, geometry.block_size, geometry.swa_block_size), geometry.max_num_batched_tokens
+    sizes, chunk = Sizes.of(geometry), geometry.max_num_batched_tokens
     lengths = case.max_lengths
     roomy = geometry.num_blocks > sum(blocks_needed(sizes, chunk, length) for length in lengths)
     windows = [
@@ -88,7 +88,7 @@ def _retain(case: Case, units: int | None, replay: bool, delta: int) -> Case:
     geometry = case.geometry
     if units is None:
         return case
-    sizes, chunk = Sizes(geometry.window, geometry.block_size, geometry.swa_block_size), geometry.max_num_batched_tokens
+    sizes, chunk = Sizes.of(geometry), geometry.max_num_batched_tokens
     step = max(1, units) * sizes.hit_unit
     shared, whole = 3 * step + 1 + delta, 4 * step + geometry.window
     after = max(request.arrive for request in case.requests) + sum(case.max_lengths)

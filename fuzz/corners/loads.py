@@ -17,6 +17,7 @@ from hypothesis.strategies import SearchStrategy
 from msgspec import UNSET
 
 from fuzz.case import Case, Load
+from fuzz.edges import common_prefix
 from fuzz.strategies import Sizes, blocks_needed
 
 
@@ -64,9 +65,9 @@ def _add_loads(case: Case, draws: list[_LoadDraw]) -> Case:
         requests[index] = msgspec.structs.replace(requests[index], load=_load(case, index, draw))
     loaded = msgspec.structs.replace(case, requests=tuple(requests))
     parts = any(request.load is not UNSET and request.load.window == "part" for request in requests)
-    if not parts or geometry.window_groups not in (UNSET, 1):
+    if not parts or geometry.windows > 1:
         return loaded
-    sizes, longest = Sizes(geometry.window, geometry.block_size, geometry.swa_block_size), max(case.max_lengths)
+    sizes, longest = Sizes.of(geometry), max(case.max_lengths)
     # The second window group takes its blocks from the same pool.
     more = blocks_needed(sizes, geometry.max_num_batched_tokens, longest) - ceil(longest / geometry.block_size)
     geometry = msgspec.structs.replace(geometry, window_groups=2, num_blocks=geometry.num_blocks + more)
@@ -75,7 +76,7 @@ def _add_loads(case: Case, draws: list[_LoadDraw]) -> Case:
 
 def _load(case: Case, index: int, draw: _LoadDraw) -> Load:
     geometry, request = case.geometry, case.requests[index]
-    unit, length = Sizes(geometry.window, geometry.block_size, geometry.swa_block_size).hit_unit, len(request)
+    unit, length = Sizes.of(geometry).hit_unit, len(request)
     window = draw.window if geometry.replay else "whole"
     most = length - 1 if draw.how == "sync" and window == "whole" else length
     if not most:
@@ -97,15 +98,5 @@ def _load(case: Case, index: int, draw: _LoadDraw) -> Load:
 
 def _common(case: Case, index: int) -> int:
     """Tokens that the request shares with one before it."""
-    own = case.requests[index].prompt
-    common = 0
-    for other in case.requests[:index]:
-        shared = 0
-        for (stream, start, stop), (other_stream, other_start, other_stop) in zip(own, other.prompt, strict=False):
-            if (stream, start) != (other_stream, other_start):
-                break
-            shared += min(stop, other_stop) - start
-            if stop != other_stop:
-                break
-        common = max(common, shared)
-    return common
+    own = case.requests[index].tokens()
+    return max((common_prefix(own, other.tokens()) for other in case.requests[:index]), default=0)

@@ -32,7 +32,7 @@ def _add_turns(case: Case, first: int, turns: list[tuple[int, str, int]]) -> Cas
     for the longest request grows to what it needs alone."""
     if not turns:
         return case
-    sizes = Sizes(case.geometry.window, case.geometry.block_size, case.geometry.swa_block_size)
+    sizes = Sizes.of(case.geometry)
     requests = list(case.requests)
     before = first % len(requests)
     length = len(requests[before])

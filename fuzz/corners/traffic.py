@@ -106,7 +106,7 @@ def _prioritise(case: Case, room: int, priorities: Sequence[int]) -> Case:
         for index, request in enumerate(case.requests)
     ]
     given = [msgspec.structs.replace(later[i], priority=priorities[i % len(priorities)]) for i in range(len(later))]
-    sizes, chunk = Sizes(geometry.window, geometry.block_size, geometry.swa_block_size), geometry.max_num_batched_tokens
+    sizes, chunk = Sizes.of(geometry), geometry.max_num_batched_tokens
     case = msgspec.structs.replace(case, requests=(first, *given))
     needed = max(blocks_needed(sizes, chunk, length) for length in case.max_lengths)
     return msgspec.structs.replace(

@@ -181,9 +181,8 @@ def kv_cache_config(config: Any, geometry: Geometry) -> Any:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
     sizes: dict[str, Any] = {"num_kv_heads": 1, "head_size": HEAD_DIM, "dtype": torch.bfloat16}
-    windows = 1 if geometry.window_groups is UNSET else geometry.window_groups
     groups = [KVCacheGroupSpec(["cacheable"], MLAAttentionSpec(block_size=geometry.block_size, **sizes))]
-    for number in range(windows):
+    for number in range(geometry.windows):
         window = SlidingWindowMLASpec(
             block_size=geometry.swa_block_size,
             sliding_window=geometry.window,

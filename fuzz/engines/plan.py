@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from msgspec import UNSET
 
 from fuzz.case import Case
 from invariants.trace import NULL_BLOCK, Geometry, Group
@@ -27,9 +26,8 @@ from invariants.trace import NULL_BLOCK, Geometry, Group
 
 def blocks_for(case: Case) -> int:
     """Blocks for all requests at once, each with as many lives as events can give it, and the null block."""
-    sizes = case.geometry
+    sizes, windows = case.geometry, case.geometry.windows
     lives = 1 + sum(event.kind == "preempt" for event in case.events)
-    windows = 1 if sizes.window_groups is UNSET else sizes.window_groups
     blocks = (ceil(n / sizes.block_size) + windows * (ceil(n / sizes.swa_block_size) + 1) for n in case.max_lengths)
     return 1 + lives * sum(blocks)
 

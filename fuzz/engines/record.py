@@ -197,8 +197,10 @@ class StepRecorder:
             life.step = scheduled.index
             life.replay_start, life.computed = data.replay_start, data.num_computed_tokens
             life.scheduled = output.num_scheduled_tokens[name]
-        first_chunks = [name for name in output.num_scheduled_tokens if name in new] if self._loads else []
-        queue = self._loads.queue(self._log, first_chunks, self._admission) if self._loads else []
+        queue: list[tuple[Turn, int]] = []
+        if self._loads:
+            first_chunks = [name for name in output.num_scheduled_tokens if name in new]
+            queue = self._loads.queue(self._log, first_chunks, self._admission)
         self._log.clear()
         return queue
 
