@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from msgspec.structs import replace
 
 from fuzz import corpus, known
 from fuzz.case import Case
@@ -126,12 +127,35 @@ def test_the_null_block_after_another_load_is_another_matter(loaded: Trace, name
     assert "whole-prompt-loaded" not in old
 
 
+def test_a_null_block_that_ends_further_on_is_another_matter(engine: Engine):
+    """W = 1 and b = 4: the last of 8 tokens is the last of its block, that of 7 tokens is not."""
+    case = case_of("whole-prompt-loaded-window-of-one")
+    (request,) = case.requests
+    (piece,) = request.prompt
+    seven = replace(request, prompt=((piece[0], piece[1], piece[2] - 1),), load=replace(request.load, tokens=7))
+    trace = engine.run(replace(case, requests=(seven,)), brisk=True)
+    assert judge(trace) == []
+    window = next(index for index, group in enumerate(trace.groups) if group.kind == "window")
+    trace.steps[-1].tables[window][0][-1] = NULL_BLOCK
+    found = judge(trace)
+    assert {violation.position for violation in found if violation.invariant == "gather-live"} == {6}
+    assert "whole-prompt-loaded" not in known.split(found, trace)[1]
+
+
 def test_a_load_begun_anew_is_known_where_one_token_is_all_that_is_known(engine: Engine):
     trace = engine.run(case_of("one-token-loaded-again"))
     found = judge(trace)
     assert known.split(found, trace)[0] == []
     for life in trace.admissions:
         life.tokens = life.hit = 2
+    assert known.split(found, trace)[0] == found
+
+
+def test_a_load_that_is_not_begun_anew_explains_nothing(engine: Engine):
+    trace = engine.run(case_of("one-token-loaded-again"))
+    found = judge(trace)
+    for life in trace.admissions[1:]:
+        life.load = None
     assert known.split(found, trace)[0] == found
 
 

@@ -10,9 +10,11 @@ from collections.abc import Callable
 import load_traces
 import pytest
 from breaks import put
+from msgspec.structs import replace
 
-from fuzz.case import CaseError, check, decode
+from fuzz.case import CaseError, Event, check, decode
 from fuzz.edges import edges
+from fuzz.engines.base import Engine
 from fuzz.engines.loads import Loads
 from invariants import judge
 from invariants.reference import loaded_hit
@@ -102,6 +104,23 @@ def test_rejects(name: str):
     broken = load_traces.LOADED[trace]()
     break_it(broken)
     assert (invariant, site) in {(violation.invariant, violation.site) for violation in judge(broken)}
+
+
+def test_blocks_that_a_load_fills_are_in_no_other_row():
+    trace = load_traces.loaded_then_replayed()
+    put(trace.admissions[1].load.tables[0], 0, 2)
+    assert any("while a load fills it" in violation.message for violation in judge(trace))
+
+
+@pytest.mark.parametrize("abort", [False, True])
+def test_a_long_load_is_no_hang_and_keeps_no_block(engine: Engine, abort: bool):
+    """Longer than an engine may idle, with nobody else there; aborted, it ends after its request."""
+    case = decode((CASE % ("true", '{"tokens": 8, "window": "whole", "how": "async", "steps": 20}')).encode())
+    events = (Event(step=3, kind="abort", request="r"),) if abort else ()
+    trace = engine.run(replace(case, events=events), brisk=True)
+    assert judge(trace) == []
+    assert len(trace.steps) >= 20
+    assert ("load-aborted" in edges(trace)) == abort
 
 
 def test_edges():
